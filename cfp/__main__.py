@@ -13,10 +13,10 @@ OLDEST_PYTHON = (3, 11)
 
 
 class _Pipe(io.FileIO):
-    """A pipe or a socket whose reader may leave: what it no longer takes is dropped.
+    """A pipe or a socket that drops output after its reader has left.
 
-    So `cfp show plan.json | head` ends as without ``head``, and planning goes on to
-    save its plan although nothing reads its tables.
+    `cfp show plan.json | head` ends without an error, and planning goes on to save its
+    plan.
     """
 
     def write(self, data: Any) -> int:
@@ -52,10 +52,10 @@ def _has_reader(stream: io.TextIOWrapper) -> bool:
 
 
 def main() -> None:
-    """The entry point of the ``cfp`` command.
+    """Runs the ``cfp`` command.
 
-    `cfp doctor` needs neither JAX nor any other package, so that it can say what is
-    missing; all other commands load what they need.
+    `cfp doctor` imports neither JAX nor any other package, so that it can name missing
+    ones. Other commands import what they need.
     """
     if sys.version_info < OLDEST_PYTHON:
         found = ".".join(map(str, sys.version_info[:3]))

@@ -32,13 +32,12 @@ from cfp.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """Memory that a program has to fit into.
+    """Memory that a program must fit in.
 
     Attributes:
-        budget_bytes: what it may need of a device's memory.
-        device_bytes: memory that the compiler reckons with, where it takes a limit;
-            None where it takes none, or a device does not say.
-        reserve_bytes: what is there besides, since the allocator may add it.
+        budget_bytes: memory of a device that a program may need.
+        device_bytes: memory that the compiler assumes if it takes a limit, or None.
+        reserve_bytes: memory beside the budget that the allocator may add.
     """
 
     budget_bytes: int
@@ -49,8 +48,8 @@ class MemoryBudget:
 class DecidedBy(StrEnum):
     """The way to choose the plan among candidates.
 
-    The best by prediction, of which nothing is compiled; the compiler, which says what
-    is the best of them that fits; or a race, of times or of what compiles.
+    By prediction, without compiling; by the compiler, as the best by prediction that
+    fits; or by a race.
     """
 
     PREDICTION = "prediction"
@@ -195,10 +194,9 @@ def _rules(
     settings: DetailedSettings,
     mesh: Mesh | DescribedMesh,
 ) -> PlatformDefaults:
-    """A platform's defaults, and in their place what was asked for.
+    """Combines a platform's defaults with the user's settings.
 
-    On one device there is one level, and no compiler options, which are for
-    collectives.
+    One device has one level, and no compiler options, which are for collectives.
     """
     reach, unasked = settings.reach, settings.measure is None
     options = settings.compiler_options

@@ -1,7 +1,7 @@
-"""Devices of a command, chosen before JAX looks for any.
+"""Devices of a command, selected before JAX looks for any.
 
-JAX reads what is set here when its first device is asked for, and never again: so a
-command calls `select` first, and `make_mesh` after.
+JAX reads these variables at the first use of a device. A command calls `select` first,
+and `make_mesh` after it.
 """
 
 from __future__ import annotations
@@ -79,16 +79,15 @@ def mesh_shapes(count: int) -> list[Axes]:
 
 
 def select(platform: str | None, axes: Axes | None) -> None:
-    """Has JAX use a platform; on CPUs with as many virtual devices as the mesh has.
+    """Makes JAX use a platform; on CPUs with as many virtual devices as the mesh has.
 
     Args:
-        platform: "cpu", "cuda", or None for what JAX finds by itself.
-        axes: the mesh that is wanted, or None for all devices (four on CPUs).
+        platform: "cpu", "cuda", or None for JAX's choice.
+        axes: the mesh, or None for all devices (four on CPUs).
 
     Raises:
-        CfpError: there is no such platform, or not so many virtual devices.
-        ProcessError: this is one of several processes, which cannot be brought
-            together.
+        CfpError: the platform is unknown, or cannot have so many virtual devices.
+        ProcessError: this is one of several processes, and the others do not come.
     """
     if platform is not None:
         _select(platform, axes)
@@ -115,7 +114,7 @@ def _select(platform: str, axes: Axes | None) -> None:
 
 
 def flags_for_devices(count: int) -> str:
-    """``XLA_FLAGS`` as they are, but for so many virtual devices."""
+    """Returns ``XLA_FLAGS`` with a number of virtual devices."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     kept = [flag for flag in flags if not flag.startswith(_COUNT_FLAG)]
     return " ".join([*kept, f"{_COUNT_FLAG}={count}"])
@@ -193,10 +192,10 @@ def make_mesh(axes: Axes | None, *, device_kind: str = "", remedy: str = "") -> 
 
 
 def all_meshes(most_axes: int) -> dict[str, Mesh]:
-    """Meshes of all devices that are there, by what they are called.
+    """Makes the meshes of all devices, by name.
 
     Raises:
-        CfpError: there are none that work.
+        CfpError: no device works.
     """
     shapes = mesh_shapes(make_mesh(None).size)
     return {

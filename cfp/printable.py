@@ -1,4 +1,4 @@
-"""Text made fit to be printed: what is from elsewhere, and names of many things."""
+"""Text that is fit to be printed: foreign text, and names of many things."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def counted(count: float, one: str, many: str) -> str:
 
 
 def mesh_text(axes: Iterable[tuple[str, int]]) -> str:
-    """Axes of a mesh as they are written on the command line: ``x=2,y=4``."""
+    """Writes the axes of a mesh as on the command line: ``x=2,y=4``."""
     return ",".join(f"{name}={size}" for name, size in axes)
 
 
@@ -50,19 +50,19 @@ def one_line(text: str) -> str:
 
 
 def merged_name(names: Sequence[str]) -> str:
-    """One name for the same block of several segments: ``layer_0-3/mlp/up``.
+    """Merges names of the same block of several segments: ``layer_0-3/mlp/up``.
 
-    The first and the last, if no ranges are exactly these names.
+    Returns the first and the last name if no ranges are exactly these names.
     """
     merged = merged_alike(names)
     return merged[0] if len(merged) == 1 else f"{names[0]} ... {names[-1]}"
 
 
 def merged_alike(names: Sequence[str]) -> list[str]:
-    """Names, those that differ in numbers alone as one: ``layer_0-3/up``.
+    """Merges names that differ in numbers alone: ``layer_0-3/up``.
 
-    A merged name with several ranges stands for all their combinations, so that only
-    names of which all combinations are there are merged.
+    A merged name with several ranges stands for all their combinations, so names merge
+    only if all combinations exist.
     """
     alike: dict[str, dict[tuple[str, ...], str]] = {}
     for name in names:

@@ -1,11 +1,9 @@
 """Constants that decide a plan, with their sources, and the defaults of platforms.
 
-Shares of a device's rates are where devices are described and times estimated
-(`cfp/devices`, `cfp/cost`), those of a kernel in its record.
-
-A source is a page of docs/results, an entry of docs/decisions.md, or the word "guess";
-docs/results/constants.md lists those that were measured. Limits of text, files or
-patience are constants of the modules that use them.
+Shares of a device's rates stand in `cfp/devices` and `cfp/cost`, shares of a kernel in
+its record. A source is a page of docs/results, an entry of docs/decisions.md, or the
+word "guess"; docs/results/constants.md lists the measured ones. Limits of text, files
+or patience stand in the modules that use them.
 """
 
 from __future__ import annotations

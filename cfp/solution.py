@@ -72,15 +72,14 @@ class Solution:
     """Result of the search.
 
     Attributes:
-        candidates: the best by prediction, then the presets and other choices that are
-            promising.
-        unraced: why presets that are not among these do not race, by name.
-        problem: what was searched; None for a preset that was taken by name.
-        counts: counts and seconds of the passes until now.
-        rates: the devices' rates; None where they are not known.
-        named: presets and what propagation makes that are among the candidates, with
-            their kernels and nothing rematerialized, by name.
-        profiles: what was searched; None for a preset that was taken by name.
+        candidates: the best by prediction, then presets and other promising choices.
+        unraced: reason against each preset that does not race.
+        problem: the searched problem; None for a preset by name.
+        counts: counts and seconds of the passes so far.
+        rates: the devices' rates, or None.
+        named: presets and propagated choices among the candidates, with their kernels
+            and without rematerialization, by name.
+        profiles: the searched profiles; None for a preset by name.
     """
 
     candidates: Sequence[Candidate]
@@ -95,11 +94,11 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Prediction for a choice from profiles; empty if parts were not measured.
+    """Predicted time and memory of a choice; empty if parts were not measured.
 
     Attributes:
-        size: memory on each device. What is there from the first op to the last counts
-            as arguments: results that take no donated argument's place, too.
+        size: memory on each device. Values that live from the first op to the last
+            count as arguments, also results without a donated argument's place.
     """
 
     time_ms: float | None = None

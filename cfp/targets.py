@@ -55,8 +55,8 @@ class Target:
     Attributes:
         donate: positions of arguments that the step may overwrite.
         static: positions of arguments that are not arrays.
-        make_args: makes real arguments; takes the shardings of those that are not
-            static, one pytree for each, and a seed for what is random.
+        make_args: makes real arguments of shardings (a pytree for each argument that is
+            not static) and a random seed.
     """
 
     name: str
@@ -89,12 +89,12 @@ def resolve(
     """Finds a target.
 
     Args:
-        options: what followed and is not an option of the command.
+        options: words of the command line that are no options of the command.
         donate: for a user's function, positions of the arguments to donate.
         static: for a user's function, positions that are not arrays.
 
     Raises:
-        CfpError: there is no such target, or it is not what a target should be.
+        CfpError: the target is unknown, or returns no step with arguments.
     """
     if ":" in text:
         return _function_target(text, options, tuple(donate), tuple(static))
@@ -362,7 +362,7 @@ def _may_pick(leaf: Any) -> bool:
 def _rows(
     step: FlatStep, places: Sequence[Any], which: Collection[int]
 ) -> dict[int, int]:
-    """Those of some leaves of the arguments that pick something, out of how many."""
+    """Finds leaves of integers that pick rows, with the number of rows."""
     place = places[0]
     if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
         mesh = planning_mesh(place.mesh)
@@ -377,11 +377,11 @@ def _rows(
 def _made(
     leaves: Sequence[Any], places: Sequence[Any], rows: Mapping[int, int], seed: int
 ) -> list[Any]:
-    """Arrays on the devices; where only a shape is known, of small random numbers.
+    """Makes arrays on the devices; shapes become small random numbers.
 
     Args:
         leaves: arrays and `jax.ShapeDtypeStruct` s.
-        rows: for those that pick something, out of how many.
+        rows: number of rows by leaf, for integers that pick some.
     """
     drawn = {
         i: leaf

@@ -1,9 +1,9 @@
-"""Executables that are used again: in this process as a race left them, or from disk.
+"""Executables for later use: in this process from a race, or from disk.
 
-Those on disk stand beside what was measured, in a folder of the user's alone, under a
-digest of all that a compile depends on: the module with its constraints, the options,
-the devices, and the versions of JAX, XLA and the driver. What cannot be read is
-compiled again.
+Files stand beside the measurements, in a folder of the user alone. Their name is a
+digest of everything that a compile depends on: module, constraints, options, devices,
+and the versions of JAX, XLA and the driver. A file that cannot be read is compiled
+again.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Executables:
         return hashlib.sha256(text + repr(rest).encode()).hexdigest()
 
     def get(self, key: str, mesh: Mesh) -> jax.stages.Compiled | None:
-        """The executable under a key, loaded on the devices; None if there is none."""
+        """Loads the executable of a key on the devices; None if there is no file."""
         path = self._path(key)
         if not _is_own(path):
             return None
@@ -112,7 +112,7 @@ class Executables:
         return self.folder / f"{key}{_SUFFIX}"
 
     def _make_room(self) -> None:
-        """Removes what was not used for longest, while all together is too large."""
+        """Removes the least recently used files while all together are too large."""
         found = [(p.stat(), p) for p in self.folder.glob(f"*{_SUFFIX}")]
         total = sum(stat.st_size for stat, _ in found)
         for stat, path in sorted(found, key=lambda pair: pair[0].st_mtime)[:-1]:

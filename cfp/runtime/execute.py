@@ -74,11 +74,11 @@ def told_while(
     tell: Callable[[str], None] | None = None,
     wait: Callable[[threading.Event, float], bool] = threading.Event.wait,
 ) -> Iterator[None]:
-    """Says what is being done, at once or, on standard error, if it takes long.
+    """Shows a text, at once or, on standard error, if the work takes long.
 
     Args:
-        tell: what shows it; None for lines on standard error.
-        wait: waits for an event so many seconds, and says whether it came.
+        tell: shows the text; None for lines on standard error.
+        wait: waits for an event for a number of seconds, and returns whether it came.
     """
     if tell is not None:
         tell(doing)
@@ -147,17 +147,17 @@ def _unwaited(count: int, name: str) -> Iterator[ThreadPoolExecutor]:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A step, compiled under a plan, that is called like the function it came from.
+    """A step, compiled under a plan, with the call of the original function.
 
     Attributes:
         compiled: the compiled program over flat arguments and results.
         in_shardings, out_shardings: one for each leaf.
-        narrow: of a step that was to compute in float32, what still computes in less.
-        perturbed: compiles the same with what that reads and returns moved by half of
-            its last bit; None where nothing computes in less.
-        double: whether such a step computes in float64 throughout.
-        alarm: has what functions of the host raise, if the step calls any.
-        raced: whether it was compiled in a race of this process.
+        narrow: ops that still compute in less than float32 in a widened step.
+        perturbed: compiles the step with operands and results of narrow ops moved by
+            half of their last bit; None without narrow ops.
+        double: True if a widened step computes in float64 throughout.
+        alarm: exceptions of functions of the host, if the step calls any.
+        raced: True if a race of this process compiled the step.
     """
 
     step: FlatStep
@@ -264,13 +264,12 @@ _BY_CALLBACK = "CustomSPMDPartitioning"
 
 @dataclass(frozen=True)
 class LoweredStep:
-    """A step, lowered under a plan: with its executable, or to be compiled.
+    """A step, lowered under a plan, with its executable if there is one.
 
     Attributes:
-        compiled: what a race compiled, or an earlier process kept; None if there is
-            neither.
-        keep: keeps what is compiled for later processes; None where several have it,
-            or it computes otherwise.
+        compiled: executable of a race or of an earlier process, or None.
+        keep: stores the executable for later processes; None for several processes, or
+            for a step that computes in other types.
     """
 
     lowering: Lowering = field(repr=False)
@@ -327,25 +326,23 @@ def load_or_lower(
     planned: tuple[Outline | None, Mapping[str, str]] = (None, {}),
     environment: BuildEnvironment | None = None,
 ) -> LoweredStep:
-    """Lowers a step under shardings with constraints; loads its executable, if kept.
+    """Lowers a step under shardings with constraints; loads its executable, if stored.
 
     Args:
-        fingerprint: of the structure of the program that the constraints were made
-            for; None where there are none.
-        wide: compute in float32 what the step computes in less, with precise matrix
-            products; arguments and results are float32, too.
-        perturbed: with `wide`, as of :func:`cfp.program.widen.widen`.
-        unwidened: with `wide`, the same step under the same plan, compiled as it is:
-            used where nothing of it computes in less.
-        raced: what a race compiled: used if it is the same program, under the same
-            shardings and options, and does all that the step does.
-        planned: the operations of the program with that fingerprint, and what it was
-            made with, to say in what the step differs.
-        environment: has what the race's compiles tuned, so that the same kernels run,
-            and the executables that earlier processes compiled.
+        fingerprint: digest of the program's structure that the constraints are for, or
+            None.
+        wide: True computes in float32 instead of smaller types, with precise products;
+            arguments and results are float32, too.
+        perturbed: with `wide`, as for :func:`cfp.program.widen.widen`.
+        unwidened: with `wide`, the same step compiled without: used if no op of it
+            computes in less than float32.
+        raced: program of a race: used if program, shardings and options are the same,
+            and the step calls no functions of the host.
+        planned: operations and environment of the planned program, to name differences.
+        environment: folder of tuned kernels and executables.
 
     Raises:
-        PlanMismatch: the step's program is not the one that was planned.
+        PlanMismatch: the step's program differs from the planned one.
     """
     ins, outs = _shardings(step, mesh, arg_specs, output_specs)
     lowering, program = _lowered(step, mesh, ins, outs, fingerprint, planned)
@@ -410,7 +407,7 @@ _Shardings = tuple[NamedSharding, ...]
 def _shardings(
     step: FlatStep, mesh: Mesh, arg_specs: Sequence[Spec], output_specs: Sequence[Spec]
 ) -> tuple[_Shardings, _Shardings]:
-    """Those of a step's arguments and results."""
+    """Returns the shardings of a step's arguments and results."""
     ins = shardings(mesh, arg_specs, step.avals)
     results = tree_leaves(step.traced.out_info)
     if len(results) != len(output_specs):

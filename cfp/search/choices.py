@@ -1,10 +1,8 @@
-"""Choices of segments: parts of whole choices, and which are worth measuring.
+"""Choices of segments that are worth measuring: the best by estimate, and presets.
 
-These are the best by estimate, and the presets' parts.
-
-Each axis of a mesh may play each role, which makes dozens of presets on three axes.
-Those in which all axes play one role stay, and of the mixed ones the best by estimate;
-unless they are estimated to take far longer than the best of all.
+On a mesh of three axes, roles of axes make dozens of presets. Presets with one role for
+all axes stay. Mixed presets stay if they are the best by estimate, and not far slower
+than the best of all.
 """
 
 from __future__ import annotations
@@ -130,15 +128,15 @@ def first_candidates(
     others: int,
     per_kind: int | None = None,
 ) -> list[list[SegmentChoice]]:
-    """For each kind of segment what to look at first, then the same with kernels.
+    """Selects the first candidates of each kind of segment, and the same with kernels.
 
-    That is the parts of the presets, and the best by estimate: of these the best of
-    every way to store parameters come first, so that each is represented.
+    These are the parts of presets, and the best by estimate. Of the latter, the best of
+    each storage of parameters come first.
 
     Args:
-        parts: of the presets, for each kind.
-        others: how many to look at besides the presets' parts, at most.
-        per_kind: how many in all, unless the presets have more parts; None for all.
+        parts: parts of presets, for each kind.
+        others: largest number of candidates besides parts of presets.
+        per_kind: largest number in all, at least the parts of presets; None for all.
     """
     every = []
     for kind, (estimate, required) in enumerate(zip(estimates, parts, strict=True)):
@@ -191,13 +189,13 @@ def estimate_among(
     named: Mapping[str, Choice],
     dimensions: Set[Dimension],
 ) -> tuple[tuple[SegmentEstimate, ...], Mapping[str, Choice]]:
-    """Estimates every kind, and named choices, within the dimensions to choose among.
+    """Estimates every kind, and named choices, within some kinds of choices.
 
-    Without sharding every block is as data parallelism has it; without storage
-    parameters are stored as they are used.
+    Without sharding every block is data parallel; without storage parameters are stored
+    as used.
 
     Args:
-        named: presets and what propagation makes, by name, the plainest among them.
+        named: presets and propagated choices by name, the plainest among them.
     """
     modes, fixed = {*Storage}, None
     if Dimension.STORAGE not in dimensions or not analysis.frame.mesh:

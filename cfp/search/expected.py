@@ -1,9 +1,8 @@
 """Expected costs of candidates that are not measured, and problems made of them.
 
-Estimates leave out what hides behind computing, temporaries, and what rematerializing
-takes: each counts as it turned out for what was measured of the kind (medians). Where
-nothing is to be measured, as for virtual devices, whose times say nothing about those
-of GPUs, and wherever there is no device, estimates alone decide.
+Estimates leave out hidden communication, temporaries, and the cost of rematerializing.
+Each is corrected by the median of the kind's measured candidates. On virtual and
+described devices nothing is measured, and estimates alone decide.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Search-guided profiling: only what may be part of the fastest plan is measured.
+"""Search-guided profiling: measures only candidates that may be in the fastest plan.
 
-The presets' parts come first, and the best by estimate: with kernels, where they can
-compute a part of it. As it is written only one strategy of each kind is measured, if
-its kernel is no slower way (docs/decisions.md, "Kernels are measured in place of
-written attention"). If the fastest choice of these fits in memory, that is all: more
-rounds made no plan faster (docs/decisions.md, "Where memory decides, likely strategies
-are measured next"). Where memory keeps it out, rounds follow: what is not measured
-enters the search with its expected cost (:mod:`cfp.search.expected`), and the
-strategies that the search picks are measured. That ends when nothing is expected to
-make the best plan faster by enough, or when enough was measured.
+Parts of presets come first, and the best by estimate, with kernels if possible. One
+strategy of each kind is also measured as written, unless its kernel is slower
+(docs/decisions.md, "Kernels are measured in place of written attention"). If the
+fastest choice fits in memory, measuring ends: more rounds made no plan faster
+(docs/decisions.md, "Where memory decides, likely strategies are measured next").
 
-With a budget of time, the parts of one preset after another are measured, the best by
-estimate first, until time is over. What a plan cannot do without is measured anyway.
+Otherwise rounds follow. Unmeasured candidates enter the search with expected costs
+(:mod:`cfp.search.expected`), and the picked ones are measured. Rounds end when no
+candidate is expected to make the best plan faster by enough, or at a limit.
+
+Under a budget of time, the parts of one preset after another are measured, the best by
+estimate first. One measurement of each kind is made in any case.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ def measure_candidates(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Written:
-    """A candidate as it is written, and the same with kernels.
+    """A candidate as written, and the same with kernels.
 
     Attributes:
-        is_reference: whether it is the one of its kind that is measured both ways.
+        is_reference: True for the candidate of its kind that is measured both ways.
     """
 
     written: MeasurementRequest
@@ -142,11 +142,10 @@ def _written_twice(
 def _needed_as_written(
     pairs: Sequence[_Written], records: Mapping[str, ProfileRecord]
 ) -> list[MeasurementRequest]:
-    """Candidates to measure as they are written: a kernel of theirs may be slower.
+    """Selects candidates to measure as written, since a kernel of theirs may be slower.
 
-    That is if the reference of their kind shows it, or if none of theirs has run. Where
-    links are slow, what a kernel gains may hide behind collectives: what is no slower
-    is no reason.
+    The kernel is slower for the kind's reference, or failed for all of the kind. A
+    kernel that is no slower is no reason: on slow links collectives may hide its gain.
     """
 
     def is_no_slower(way: MeasurementRequest, written: MeasurementRequest) -> bool:
@@ -218,12 +217,11 @@ def _jobs(wanted: Iterable[MeasurementRequest]) -> list[Job]:
 
 
 class _Round:
-    """One round's selection of candidates to measure.
+    """Selection of candidates to measure in one round.
 
     Args:
-        per_kind: how many of each kind of segment to measure, and as many
-            rematerialized.
-        wanted: what was asked for before.
+        per_kind: largest number for each kind of segment, and as many rematerialized.
+        wanted: earlier requests.
     """
 
     def __init__(
@@ -284,7 +282,7 @@ class _Round:
         return expect(costs, kind, estimate, measured, found)
 
     def _propose(self, likely: Sequence[Sequence[Option]], goal_ms: float) -> None:
-        """Adds what the search picks of what is likely, until none beats a time."""
+        """Adds the search's picks among likely candidates, until none beats a time."""
         measured, budget_bytes = self._problem.options, self._problem.budget_bytes
         while len(self._found) < ROUND_SIZE:
             options = [
@@ -303,10 +301,10 @@ class _Round:
                 self._add(kind, options[kind][i].candidate)
 
     def _may_add(self, kind: int, candidate: SegmentChoice) -> bool:
-        """True if a candidate is new, and there is room for it.
+        """True if a candidate is new and the round has room.
 
-        With what is rematerialized comes the same without that, unless it was asked for
-        before.
+        A rematerialized candidate needs the same one without, unless that was
+        requested.
         """
         asked = self._asked[kind]
         if candidate in asked:

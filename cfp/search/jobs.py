@@ -49,12 +49,10 @@ def _constrain(
     kernels: Iterable[tuple[int, SegmentKernels]],
     level: ConstraintLevel = ConstraintLevel.EVERYTHING,
 ) -> Constraints:
-    """The constraints of a part of a program, reduced to a level.
+    """Makes the constraints of a part of a program, reduced to a level.
 
-    With what is rematerialized and replaced of some segments, by their indices: kernels
-    in the place of attentions, and parts of vocabularies. What a kernel of attention
-    reads it has sharded as it wants it: keys that are to go round in a ring must not be
-    gathered before.
+    Includes rematerialization and kernels of segments, by their indices. Operands of a
+    kernel are sharded as the kernel reads them: keys of a ring must not be gathered.
     """
     frame, program = layout.frame, layout.frame.program
     replaced: list[Replacement] = []
@@ -120,10 +118,10 @@ def _hold(
     uses: dict[tuple[int, int], Spec],
     products: bool = True,
 ) -> None:
-    """Adds the constraints of ops that no compiler may choose the shardings of.
+    """Adds constraints of ops whose shardings the compiler must not choose.
 
-    Of products, which go wrong on meshes of several axes alone, it is the operands that
-    have to agree; how the sum is spread is left to the compiler.
+    Products fail on meshes of several axes only. Their operands must agree, while the
+    compiler may spread the sum.
     """
     program = layout.frame.program
     several = sum(size > 1 for _, size in layout.frame.mesh) > 1

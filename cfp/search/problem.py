@@ -87,12 +87,11 @@ class Problem:
         return sum(option.state_bytes for option in self.picked(picks))
 
     def memory_bytes(self, picks: Sequence[int]) -> int:
-        """The predicted peak.
+        """Computes the predicted peak.
 
-        State is there all the time. A segment's residuals are there from its forward
-        pass to its backward pass, which is over when the one of the segment before it
-        begins: while a segment runs, those of all segments before it and its own are
-        in memory.
+        State is there all the time. A segment's residuals live from its forward pass to
+        its backward pass, so a segment runs beside the residuals of all segments before
+        it.
         """
         kept = peak = 0
         for option in self.picked(picks):
@@ -115,11 +114,11 @@ class Problem:
         )
 
     def among(self, kept: Sequence[Sequence[int]]) -> Problem:
-        """The problem in which some of the options may be picked, and no others.
+        """Returns the problem with some of the options only.
 
         Args:
-            kept: for each kind the indices of its options that may be. They are
-                numbered as before, so that picks mean the same in both problems.
+            kept: for each kind the indices of the allowed options. Options keep their
+                numbers, so that picks mean the same in both problems.
         """
         return replace(self, kept=tuple(map(tuple, kept)))
 

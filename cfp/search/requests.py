@@ -1,7 +1,7 @@
 """Requests to measure a segment, and its cost from their records.
 
-A segment is measured alone, and together with a neighbour, unless it takes so little of
-a step that the noise of the two would be as large.
+A segment is measured alone and beside a neighbour. A segment of a small share of the
+step is measured alone, since noise would exceed the difference.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class MeasurementRequest:
     def _pair(
         self, records: Mapping[str, ProfileRecord]
     ) -> tuple[ProfileRecord, ProfileRecord] | None:
-        """Records of the neighbour alone, and of both; None if there are none good."""
+        """Returns good records of the neighbour alone and of the pair, or None."""
         if self.neighbour is None:
             return None
         neighbour, both = (records[job.key.digest] for job in self.jobs[1:])
@@ -172,15 +172,15 @@ class Profiles:
     """Result of the profile pass: measurements or estimates of segments.
 
     Attributes:
-        presets: those presets that are worth measuring.
-        costs: costs of segments, by which these were chosen.
-        has_all_presets: whether these are all that may fit; otherwise those that are
-            estimated to be far behind are left out.
-        memory_bound: memory decides, so that segments may be rematerialized.
-        rounds: what was asked for, in order: before any search, and by each.
-        records: what is known of it, by key.
-        problem: the search problem by estimates, where nothing is to be measured.
-        counts: of strategies, and the seconds that the pass took, as plans keep them.
+        presets: presets that are worth measuring.
+        costs: costs of segments, by which these presets were selected.
+        has_all_presets: True if these are all presets that may fit; otherwise presets
+            far behind by estimate are left out.
+        memory_bound: True if memory decides, so that segments may be rematerialized.
+        rounds: requests in order: before any search, and of each search.
+        records: records by key.
+        problem: the search problem by estimates, if estimates decide.
+        counts: numbers of strategies, and seconds of the pass, as plans keep them.
     """
 
     presets: Mapping[str, Choice] = field(repr=False)
@@ -195,7 +195,7 @@ class Profiles:
 
     @property
     def requests(self) -> list[MeasurementRequest]:
-        """All that was asked for, in order."""
+        """All requests, in order."""
         return [item for asked in self.rounds for item in asked]
 
     @property
@@ -367,14 +367,14 @@ def measured_options(
     records: Mapping[str, ProfileRecord],
     alone: bool = False,
 ) -> list[list[Option]]:
-    """For each kind of segment the candidates that were measured.
+    """Lists the measured candidates of each kind of segment.
 
-    And candidates as they are written that were measured only with kernels, with what
-    kernels gained for others of the kind.
+    Candidates as written whose kernel variant alone was measured get the median
+    difference of others of the kind.
 
     Args:
-        wanted: what was to be measured.
-        alone: take what segments take alone for what they cost.
+        wanted: the requests.
+        alone: True takes the times of segments alone.
 
     Raises:
         CfpError: no candidate of some segment could be measured.
@@ -412,7 +412,7 @@ def measured_options(
 
 
 def _as_written(costs: Costs, kind: int, known: Sequence[Option]) -> list[Option]:
-    """Options as they are written, derived from the same with kernels."""
+    """Derives options as written from the same options with kernels."""
     there = {one.candidate: one for one in known if not one.candidate.remat}
     with_kernels = [one for one in there.values() if one.candidate.kernels]
     pairs = [

@@ -1,30 +1,28 @@
 """Finds the fastest choice that fits: dynamic programming along the chain of segments.
 
 Segments are decided from first to last, as in CFP. A *partial choice* has decided the
-first segments. Later segments depend on it only by its last pick (for the resharding
-behind it), its cost, and under a budget its memory kept and its peak. If a value passes
-further than to the next segment, they also depend on its maker's *class*, as long as
-the value is *open*: made, and not read for the last time. Options of a maker that
-reshard alike are one class; most makers have a few. Nested skips, as in a U-net, have
-several open values at once.
+first segments. Later segments depend only on its last pick (for the next resharding),
+its cost, and under a budget its kept memory and its peak. A value may pass further than
+to the next segment. It is *open* from its maker to its last reader, and later segments
+depend on its maker's *class*: options of a maker that reshard alike. Most makers have a
+few classes. Nested skips, as in a U-net, have several open values at once.
 
-Two partial choices compare if all later costs are the same after both. Of those, the
-ones remain that no other beats in cost, memory kept and peak (arXiv 2504.00598 keeps
-the cost alone, and has no budget). To keep their number small, a partial choice is
-dropped if it cannot end below a cost limit, by a lower bound on the rest. The limit
-starts a little above the bound for the whole program, and is raised until something
-ends below it. The bounds:
+Two partial choices compare if all later costs are the same after both. A partial choice
+stays if no other is better in cost, kept memory and peak (arXiv 2504.00598 compares the
+cost alone, and has no budget). A partial choice is dropped if a lower bound shows that
+it cannot end below a cost limit. The limit starts a little above the bound for the
+whole program, and rises until a choice ends below it. The bounds:
 
 - The least cost of the segments behind a pick is a shortest path, computed from last to
   first. Without a budget, and if no value passes further, this bound is exact.
 - Under a budget every byte of state and of residuals gets a price in ms, and the whole
-  budget is worth as much: a choice that fits costs no more at any price, so the
+  budget is worth as much. A choice that fits costs no more at any price, so the
   shortest path at a price is a bound, too (Lagrangian relaxation).
-- A value that passes further counts with the least that it may cost its reader.
+- A value that passes further counts with its least cost for the reader.
 
-The result is exact, except if values pass further and more than `MOST_STATES` partial
-choices remain: then the most promising are kept, and if none of these fits, values that
-pass further are ignored.
+The result is exact, unless values pass further and more than `MOST_STATES` partial
+choices remain. Then the most promising ones stay, and if none of these fits, values
+that pass further are ignored.
 """
 
 from __future__ import annotations
@@ -47,21 +45,20 @@ _STEEPEST = 1e6
 
 
 class SegmentArrays(NamedTuple):
-    """A segment: its options, as arrays, and what passes to them and on.
+    """A segment's options as arrays, with the values that pass in and out.
 
     Attributes:
-        time_ms: what each option takes.
+        time_ms: time of each option.
         state: bytes of each option's parameters and optimizer state.
-        held: bytes of that and of residuals.
-        temp: bytes that it needs besides, while it runs.
-        edge_ms: ``[option before][option]`` milliseconds to reshard what comes from
-            the segment before; of the first segment one row of zeros.
-        alike: for each option a number, equal where the next resharding costs alike.
-            Options that differ in storage, or in what is kept, often hand on alike.
-        far_ms: by maker what comes from further away: ``[its class][option]``.
-        last_of: makers whose values are read here for the last time.
-        classes: for each option the class of what it passes far; None if nothing.
-        least_ms: what each option takes, with the least for what comes from far.
+        held: bytes of state and residuals.
+        temp: further bytes while the segment runs.
+        edge_ms: ``[option before][option]`` milliseconds of resharding from the segment
+            before; one row of zeros for the first segment.
+        alike: for each option a number, equal for options with equal next reshardings.
+        far_ms: by maker, cost of values from further away: ``[its class][option]``.
+        last_of: makers whose values have their last reader here.
+        classes: class of each option as a maker; None if no value passes further.
+        least_ms: time of each option, with the least cost of values from further away.
     """
 
     time_ms: np.ndarray
@@ -91,18 +88,19 @@ class Chain:
         self.room = None if budget is None else budget - problem.fixed_bytes
 
     def numbered(self, picks: Sequence[int]) -> list[int]:
-        """Picks of what is allowed, as they are numbered among all options."""
+        """Converts picks of allowed options to numbers among all options."""
         pairs = zip(self._kinds, picks, strict=True)
         return [self._allowed[kind][pick] for kind, pick in pairs]
 
     def to_go_ms(self, price: float) -> list[np.ndarray]:
         """Computes lower bounds of the cost to go, with a price on held bytes.
 
-        That is what it costs, if nothing passes further than to the next segment.
+        The bound is exact if no value passes further than to the next segment.
 
         Returns:
-            For each number of segments that are decided, from none to all, an array
-            over the options of the last of them. Of none it is one number.
+            For each number of decided segments an array over the options of the last
+            one;
+            for no decided segment a number.
         """
         to_go = np.zeros(len(self.segments[-1].time_ms) if self.segments else 1)
         found = [to_go]
@@ -113,9 +111,9 @@ class Chain:
         return found[::-1]
 
     def fastest(self, price: float = 0.0) -> list[int]:
-        """The fastest choice without a budget, with bytes that are held at a price.
+        """Finds the fastest choice without a budget, with a price on held bytes.
 
-        What passes further than to the next segment counts as in the bound.
+        Values that pass further count as in the bound.
         """
         picks, last = [], 0
         for segment, to_go in zip(self.segments, self.to_go_ms(price)[1:], strict=True):
@@ -136,12 +134,12 @@ class Chain:
         return float(self.to_go_ms(price)[0][0]) - price * (self.room or 0)
 
     def best_price(self) -> float:
-        """The price that bounds best: 0 if memory does not matter.
+        """Finds the price of the largest bound: 0 if memory does not matter.
 
-        Over the price, what a choice costs is a line, and the bound follows the lowest.
-        It is highest where that changes from a choice that holds too much to one that
-        does not. Of one of each, which price makes them equal is found; what is lower
-        at that price takes the place of one of them, until nothing is.
+        The cost of a choice is a line over the price, and the bound is the lowest line.
+        Its maximum lies between a choice that holds too much and one that fits. The
+        price at which both cost the same is tried, and the choice that is cheaper there
+        replaces one of them, until no choice is cheaper.
         """
         if self.room is None:
             return 0.0
@@ -286,9 +284,9 @@ def solve_within(problem: Problem, budget_bytes: int | None) -> Assignment:
 
 
 def leanest(problem: Problem) -> Assignment:
-    """The choice that needs the least memory, whatever the budget and the time.
+    """Finds the choice of least memory, whatever the budget and the time.
 
-    What it needs is the smallest budget that some choice fits in.
+    Its memory is the smallest budget in which any choice fits.
     """
     # Any choice says what is enough: the one with the least state and residuals, here.
     least = [
@@ -328,14 +326,14 @@ def best_solutions(problem: Problem, count: int) -> list[Assignment]:
 
 
 class _Partials(NamedTuple):
-    """Choices for the first few segments, as columns.
+    """Partial choices, as columns.
 
     Attributes:
-        cost_ms: their time, resharding included.
-        kept: state and residuals of all, in bytes.
-        peak: state of all, and the most that any needs besides while it runs.
-        before: which row of those one segment shorter they go on from.
-        open: by maker the class of what is read later on.
+        cost_ms: time, resharding included.
+        kept: state and residuals of all segments, in bytes.
+        peak: state of all, and the largest need of a running segment.
+        before: row of the partial choice that is one segment shorter.
+        open: by maker the class of a value with later readers.
     """
 
     cost_ms: np.ndarray
@@ -425,10 +423,7 @@ def _grow(now: _Partials, i: int, segment: SegmentArrays) -> _Partials:
 def _unbeaten(
     now: _Partials, segment: SegmentArrays, counts_memory: bool
 ) -> np.ndarray:
-    """The rows that no other beats of those that all that follows costs as much for.
-
-    Without a budget memory does not count, and the cheapest beats all others.
-    """
+    """Selects rows that no comparable row beats; without a budget the cheapest."""
     state = segment.alike[now.pick]
     for classes in now.open.values():
         both = state * (int(classes.max(initial=0)) + 1) + classes

@@ -21,7 +21,8 @@ from cfp.analysis.analyze import Analysis
 from cfp.context import device_memory
 from cfp.errors import CfpError
 from cfp.plan.compose import compose_plan
-from cfp.plan.parts import check_arguments, constraints_to_json
+from cfp.plan.file import constraints_to_json
+from cfp.plan.parts import check_arguments
 from cfp.plan.plan import Plan
 from cfp.presets.presets import presets
 from cfp.printable import counted
@@ -230,8 +231,6 @@ def _program(
         plan.arg_specs,
         plan.output_specs,
         constraints_to_json(plan.constraints),
-        [repr(one) for one in constraints.rematerialized],
-        [(one.name, one.op, one.functions.how) for one in constraints.replaced],
     ]
     digest = hashlib.sha256(json.dumps(shardings).encode()).hexdigest()
     job = replace(

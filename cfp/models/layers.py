@@ -150,7 +150,9 @@ def rms_norm(scale: jax.Array, x: jax.Array) -> jax.Array:
 
 def norm(params: Params, x: jax.Array) -> jax.Array:
     """Layer normalisation, or RMS normalisation if the parameter is a scale alone."""
-    return (layer_norm if isinstance(params, Mapping) else rms_norm)(params, x)
+    if isinstance(params, Mapping):
+        return layer_norm(params, x)
+    return rms_norm(params, x)
 
 
 def embed(params: Params, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -72,8 +72,7 @@ class Model:
         known = [option.name for option in self.options]
         for option in options.keys() - known:
             raise ValueError(
-                f"{self.doc} has no option {option!r}; known options: "
-                f"{', '.join(known)}"
+                f"{self.doc} has no option {option!r}; known: {', '.join(known)}"
             )
         try:
             config = Config(**{**self.defaults, **options})
@@ -94,15 +93,14 @@ class Model:
             is_pair = len(self.layers) > 1
             loop = {"pairs": self.layers} if is_pair else {"layers": layers["layer_0"]}
             layers = jax.tree.map(lambda names: f"layers {names}", loop)
-        names = {**ends, **layers}
-        return jax.tree.map(lambda text: PartitionSpec(*text.split()), names)
+        return jax.tree.map(lambda text: PartitionSpec(*text.split()), ends | layers)
 
     def init(self, config: Config, key: jax.Array) -> Params:
         """Draws all parameters: scales are one, biases zero."""
         c = config
         sizes = {"vocab": c.vocab, "position": c.seq, "type": 2, "heads": c.heads}
         sizes |= dict.fromkeys(("embed", "head_embed", "norm"), c.hidden)
-        sizes |= dict.fromkeys(("experts", "gate_experts"), c.experts)
+        sizes |= dict.fromkeys(("experts", "gate_experts"), c.experts or 0)
         sizes |= {"kv_heads": c.kv_heads or c.heads, "head_dim": c.head_dim}
         sizes |= {"mlp": c.ffn or self.ffn(c.hidden)}
         sizes |= {"layers": c.layers // len(self.layers)}

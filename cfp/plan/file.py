@@ -1,4 +1,4 @@
-"""The file of a plan: its fields, and how they are checked when a file is read.
+"""Types of a plan's fields, by which a file of it is checked when it is read.
 
 Each field has the type, range and references that it should, or the file is refused
 with the first reason. Numbers of values and ops are checked when the plan meets the
@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Never, TypeVar
+from typing import Annotated, Any, Never, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     StrictInt,
     StrictStr,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
-    field_validator,
 )
+from pydantic_core import CoreSchema
 
 from cfp.analysis.strategies import Spec
 from cfp.attention.kernels import KERNELS
@@ -33,35 +37,18 @@ from cfp.fields import (
     Count,
     Flag,
     Name,
-    Number,
-    Rung,
-    Time,
-    Words,
     first_error,
     matching,
     shown,
 )
-from cfp.plan.figures import Figures
-from cfp.plan.parts import (
-    PlanRow,
-    PlanSegment,
-    Site,
-    constraints_to_json,
-    shape_of,
-)
+from cfp.plan.parts import PlanRow, PlanSegment, shape_of
 from cfp.profiling.compiler_options import refused_option
 from cfp.program.constrain import Constraints
 from cfp.program.fp8 import PRECISION
-from cfp.program.outline import Outline
 from cfp.program.rematerialize import Rematerialization
 from cfp.program.replace import Recorded, Replacement
-from cfp.race.programs import RaceRow
-from cfp.settings import ConstraintLevel
 
-if TYPE_CHECKING:
-    from cfp.plan.plan import Plan
-
-FORMAT = 12
+FORMAT = 13
 
 _MOST_BYTES = 64 * 2**20  # The plan of 96 layers has one or two megabytes.
 _MOST_AXES = 16
@@ -69,16 +56,36 @@ _MOST_DIMS = 64
 _MOST_DEVICES = 2**20
 
 _TYPE = r"[a-z][a-z0-9_]*(<[a-z0-9_]+>)?\[(\d{1,15}(,\d{1,15})*)?\]"
-# What `--json` prints beside a plan; it is not read.
-_BESIDE = frozenset({"explanation", "variants", "throughput"})
+# What files and `--json` have beside a plan's fields.
+_BESIDE = frozenset({"format", "throughput"})
 
 _Item = TypeVar("_Item")
+_Plan = TypeVar("_Plan")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAs:
+    """Annotation of a field that files have as another type, which it is made of."""
+
+    kind: Any
+    make: Callable[[Any], Any] = lambda value: value
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Returns the schema of what a file has."""
+        return handler.generate_schema(Annotated[self.kind, AfterValidator(self.make)])
 
 
 def _mesh(info: ValidationInfo) -> dict[str, int]:
     """Returns the sizes of the mesh's axes, which `mesh_axes` puts there."""
     assert info.context is not None
     return info.context
+
+
+def _count(info: ValidationInfo, name: str) -> int:
+    """Counts the items of a field that stands before this one."""
+    return len(info.data.get(name, ()))
 
 
 def _on_mesh(spec: Spec, info: ValidationInfo) -> Spec:
@@ -105,12 +112,122 @@ def _check_once(items: Iterable[_Item], what: str) -> None:
         seen.add(item)
 
 
+# -------------------------------------------------------------- the mesh and arguments
+
 _Axis = tuple[Name, Annotated[int, Field(strict=True, ge=2, le=_MOST_DEVICES)]]
-_Spec = Annotated[
+
+
+def _is_mesh(axes: tuple[_Axis, ...], info: ValidationInfo) -> tuple[_Axis, ...]:
+    # Quotes would end the name in the text of a program.
+    names = [name for name, _ in axes]
+    if not all(names) or len({*names}) < len(names) or {*'"\\'} & {*"".join(names)}:
+        raise ValueError("each axis by a name of its own")
+    if math.prod(size for _, size in axes) > _MOST_DEVICES:
+        raise ValueError(f"axes of up to {_MOST_DEVICES} devices together")
+    _mesh(info).update(axes)
+    return axes
+
+
+def _fit(specs: tuple[Spec, ...], info: ValidationInfo) -> tuple[Spec, ...]:
+    types = info.data.get("arg_types", ())
+    _for_each(specs, info)
+    for kind, spec in zip(types, specs, strict=False):
+        shape = shape_of(kind)
+        # Inside of a program keys of random numbers have one dim more than JAX shows.
+        hidden = 1 if "<" in kind else 0
+        if not len(shape) <= len(spec) <= len(shape) + hidden:
+            raise ValueError(f"{len(shape)} dims, for {kind}")
+        for size, names in zip(shape, spec, strict=False):
+            if size % math.prod(_mesh(info)[name] for name in names):
+                raise ValueError(f"axes that divide the dims of {kind}")
+    return specs
+
+
+def _for_each(items: tuple[_Item, ...], info: ValidationInfo) -> tuple[_Item, ...]:
+    if len(items) != (count := _count(info, "arg_names")):
+        raise ValueError(f"one for each of {count} arguments")
+    return items
+
+
+def _are_there(positions: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+    if max(positions, default=-1) >= _count(info, "arg_names"):
+        raise ValueError("arguments, of those there are")
+    return positions
+
+
+def _are_leaves(
+    pairs: tuple[tuple[int, int], ...], info: ValidationInfo
+) -> tuple[tuple[int, int], ...]:
+    sides = zip(*pairs, strict=True)
+    for side, leaves in zip(sides, ("arg_names", "output_specs"), strict=False):
+        if len({*side}) < len(side) or max(side) >= _count(info, leaves):
+            raise ValueError("every argument and result once, of those there are")
+    return pairs
+
+
+def _are_arguments(static: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    for key in static:
+        if not (key.isprintable() if isinstance(key, str) else 0 <= key < 1000):
+            raise ValueError("printable names, and positions from 0 to 999")
+    _check_once(static, "argument")
+    return static
+
+
+Fingerprint = Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits")]
+MeshAxes = Annotated[
+    tuple[_Axis, ...], Field(max_length=_MOST_AXES), AfterValidator(_is_mesh)
+]
+SpecOnMesh = Annotated[
     tuple[tuple[str, ...], ...],
     Field(max_length=_MOST_DIMS),
     AfterValidator(_on_mesh),
 ]
+Types = Annotated[
+    tuple[Annotated[str, matching(_TYPE, "a type such as float32[8,16]")], ...],
+    AfterValidator(_for_each),
+]
+ArgumentSpecs = Annotated[tuple[SpecOnMesh, ...], AfterValidator(_fit)]
+Donated = Annotated[tuple[Flag, ...], AfterValidator(_for_each)]
+Positions = Annotated[tuple[Count, ...], AfterValidator(_are_there)]
+Leaves = Annotated[tuple[tuple[Count, Count], ...], AfterValidator(_are_leaves)]
+Static = Annotated[tuple[StrictInt | StrictStr, ...], AfterValidator(_are_arguments)]
+Precision = Annotated[str, matching(f"({PRECISION})?", "fp8, or empty")]
+
+
+# ------------------------------------------------------------------ inside of the step
+
+
+def _are_known(
+    segments: tuple[PlanSegment, ...], info: ValidationInfo
+) -> tuple[PlanSegment, ...]:
+    stored = [one.argument for segment in segments for one in segment.parameters]
+    count = _count(info, "arg_names")
+    if len({*stored}) < len(stored) or max(stored, default=-1) >= count:
+        raise ValueError("every parameter once, of the arguments there are")
+    owned = {one for segment in segments for one in segment.parameters}
+    for segment in segments:
+        shared = {*segment.shared}
+        if segment.parameters and shared:
+            raise ValueError("nothing shared beside parameters of its own")
+        if len(shared) < len(segment.shared) or not shared <= owned:
+            raise ValueError("each shared parameter once, as its segment stores it")
+    if not {segment.kernels.attention for segment in segments} <= {"", *KERNELS}:
+        raise ValueError(f"kernels of attention: {', '.join(KERNELS)}")
+    return segments
+
+
+def _are_blocks(rows: tuple[PlanRow, ...], info: ValidationInfo) -> tuple[PlanRow, ...]:
+    _check_once((row.block for row in rows), "block")
+    count = _count(info, "segments")
+    if not all(row.segment < count for row in rows):
+        raise ValueError(f"blocks of the {count} segments there are")
+    for row in rows:
+        _on_mesh((tuple(one.axis for one in row.strategy),), info)
+    return rows
+
+
+Segments = Annotated[tuple[PlanSegment, ...], AfterValidator(_are_known)]
+Blocks = Annotated[tuple[PlanRow, ...], AfterValidator(_are_blocks)]
 _Ops = Annotated[tuple[Count, ...], Field(min_length=1), AfterValidator(_in_order)]
 
 
@@ -120,33 +237,10 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class _Argument(_Part):
-    """A leaf of the step's arguments."""
-
-    path: Name
-    type: Annotated[str, matching(_TYPE, "a type such as float32[8,16]")]
-    spec: _Spec
-    donated: Flag
-
-    @field_validator("spec")
-    @classmethod
-    def _fits(cls, spec: Spec, info: ValidationInfo) -> Spec:
-        kind = info.data.get("type", "[]")
-        shape = shape_of(kind)
-        # Inside of a program keys of random numbers have one dim more than JAX shows.
-        hidden = 1 if "<" in kind else 0
-        if not len(shape) <= len(spec) <= len(shape) + hidden:
-            raise ValueError(f"{len(shape)} dims, for {kind}")
-        for size, names in zip(shape, spec, strict=False):
-            if size % math.prod(_mesh(info)[name] for name in names):
-                raise ValueError(f"axes that divide the dims of {kind}")
-        return spec
-
-
 class _Constrained(_Part):
     """Values, and uses as (op, operand), that have one sharding."""
 
-    spec: _Spec
+    spec: SpecOnMesh
     values: tuple[Count, ...]
     uses: tuple[tuple[Count, Count], ...]
 
@@ -158,215 +252,115 @@ class _Recomputed(_Part):
     backward: _Ops
 
 
+def _known(how: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+    if not {word.rpartition("=")[0] for word in how[1:]} <= _mesh(info).keys():
+        raise ValueError("a kernel, and what axes of the mesh do")
+    return how
+
+
 class _Replaced(_Part):
     """An op that another function takes the place of: a kernel, and its axes' roles."""
 
     name: Name
     op: Count
-    how: Annotated[tuple[Name, ...], Field(min_length=1)]
-
-    @field_validator("how")
-    @classmethod
-    def _known(cls, how: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        if not {word.rpartition("=")[0] for word in how[1:]} <= _mesh(info).keys():
-            raise ValueError("a kernel, and what axes of the mesh do")
-        return how
+    how: Annotated[tuple[Name, ...], Field(min_length=1), AfterValidator(_known)]
 
 
-class PlanFile(_Part):
-    """A cfp plan: how to shard a step on a mesh, and how that was found.
+def _are_once(groups: tuple[_Constrained, ...]) -> tuple[_Constrained, ...]:
+    _check_once((v for group in groups for v in group.values), "value")
+    _check_once((use for group in groups for use in group.uses), "use")
+    return groups
 
-    Times are milliseconds, memory is bytes on one device.
 
-    Attributes:
-        format: version of this schema.
-        fingerprint: identifies the program that was planned.
-        arguments: leaves of the step's arguments, in order.
-        output_specs: shardings of the results, leaf by leaf.
-        constraints: shardings inside of the step.
-        recompute: ops that the backward pass rematerializes.
-        replaced: ops that kernels take the place of.
-        winner: the candidate that won the race.
-        predicted_ms, measured_ms: step time by the profiles, and in the race.
-        peak_bytes, predicted_bytes: memory as compiled, and as predicted.
-        rung: the source of the predictions.
-        segments: the choice for each segment.
-        uneven: tensors that axes do not divide.
-        replicated_ops: ops that every device runs in full.
-        host_callbacks_skipped: functions of the host that were not called while it
-            was measured.
-        environment: versions, devices and configuration.
-        search: counts and seconds of the passes.
-        static: static arguments, by position or name.
-        figures: numbers that the plan was chosen by.
-        outline: the program's operations.
-        sites: constrained values by source line, for people.
-        in_host: arguments and their results that are in the memory of the host between
-            steps, by position.
-        precision: "fp8" if large products are computed in FP8.
-        products: numbers of 16-bit products by outcome and parameter, if FP8 was asked
-            for.
-        undonated: arguments that are there twice, by position.
-        weak: donated arguments that are weakly typed, by position.
-        site_checks: replaced parts that were refused, or not compared with the step.
-        uncounted: loops of which one iteration is counted, and branches.
-    """
+class _Inside(_Part):
+    """Constraints by sharding: plans name few shardings and many values."""
 
-    format: Literal[12]
-    fingerprint: Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits")]
-    mesh_axes: Annotated[tuple[_Axis, ...], Field(max_length=_MOST_AXES)]
-    arguments: tuple[_Argument, ...]
-    output_specs: tuple[_Spec, ...]
-    constraints: tuple[_Constrained, ...]
-    recompute: tuple[_Recomputed, ...]
+    shardings: Annotated[tuple[_Constrained, ...], AfterValidator(_are_once)]
+    rematerialized: tuple[_Recomputed, ...]
     replaced: tuple[_Replaced, ...]
-    winner: Words
-    predicted_ms: Time | None
-    measured_ms: Time | None
-    peak_bytes: Count | None
-    rung: Rung
-    predicted_bytes: Count | None
-    level: ConstraintLevel
-    segments: tuple[PlanSegment, ...]
-    rows: tuple[PlanRow, ...]
-    uneven: tuple[Words, ...]
-    replicated_ops: tuple[Words, ...]
-    host_callbacks_skipped: tuple[Words, ...]
-    race: tuple[RaceRow, ...]
-    options: dict[str, str]
-    environment: dict[Words, Words]
-    search: dict[Words, Number]
-    static: tuple[StrictInt | StrictStr, ...] | None
-    figures: Figures | None
-    outline: Outline | None
-    sites: tuple[Site, ...]
-    in_host: tuple[tuple[Count, Count], ...] = ()
-    precision: Annotated[str, matching(f"({PRECISION})?", "fp8, or empty")] = ""
-    products: dict[Words, dict[str, Count]] = {}
-    undonated: tuple[Count, ...] = ()
-    weak: tuple[Count, ...] = ()
-    uncounted: tuple[Words, ...] = ()
-    site_checks: tuple[Words, ...] = ()
 
-    @field_validator("mesh_axes")
-    @classmethod
-    def _is_mesh(cls, axes: tuple[_Axis, ...], info: ValidationInfo) -> Any:
-        # Quotes would end the name in the text of a program.
-        names = [name for name, _ in axes]
-        if not all(names) or len({*names}) < len(names) or {*'"\\'} & {*"".join(names)}:
-            raise ValueError("each axis by a name of its own")
-        if math.prod(size for _, size in axes) > _MOST_DEVICES:
-            raise ValueError(f"axes of up to {_MOST_DEVICES} devices together")
-        _mesh(info).update(axes)
-        return axes
-
-    @field_validator("constraints")
-    @classmethod
-    def _are_once(cls, groups: tuple[_Constrained, ...]) -> tuple[_Constrained, ...]:
-        _check_once((v for group in groups for v in group.values), "value")
-        _check_once((use for group in groups for use in group.uses), "use")
-        return groups
-
-    @field_validator("segments")
-    @classmethod
-    def _are_known(
-        cls, segments: tuple[PlanSegment, ...], info: ValidationInfo
-    ) -> tuple[PlanSegment, ...]:
-        count = len(info.data.get("arguments", ()))
-        stored = [one.argument for segment in segments for one in segment.parameters]
-        if len({*stored}) < len(stored) or not all(i < count for i in stored):
-            raise ValueError("every parameter once, of the arguments there are")
-        owned = {one for segment in segments for one in segment.parameters}
-        for segment in segments:
-            shared = {*segment.shared}
-            if segment.parameters and shared:
-                raise ValueError("nothing shared beside parameters of its own")
-            if len(shared) < len(segment.shared) or not shared <= owned:
-                raise ValueError("each shared parameter once, as its segment stores it")
-        if not {segment.kernels.attention for segment in segments} <= {"", *KERNELS}:
-            raise ValueError(f"kernels of attention: {', '.join(KERNELS)}")
-        return segments
-
-    @field_validator("rows")
-    @classmethod
-    def _are_blocks(
-        cls, rows: tuple[PlanRow, ...], info: ValidationInfo
-    ) -> tuple[PlanRow, ...]:
-        _check_once((row.block for row in rows), "block")
-        count = len(info.data.get("segments", ()))
-        if not all(row.segment < count for row in rows):
-            raise ValueError(f"blocks of the {count} segments there are")
-        for row in rows:
-            _on_mesh((tuple(one.axis for one in row.strategy),), info)
-        return rows
-
-    @field_validator("in_host")
-    @classmethod
-    def _are_leaves(
-        cls, pairs: tuple[tuple[int, int], ...], info: ValidationInfo
-    ) -> tuple[tuple[int, int], ...]:
-        sides = zip(*pairs, strict=True)
-        for side, leaves in zip(sides, ("arguments", "output_specs"), strict=False):
-            count = len(info.data.get(leaves, ()))
-            if len({*side}) < len(side) or not all(i < count for i in side):
-                raise ValueError("every argument and result once, of those there are")
-        return pairs
-
-    @field_validator("undonated", "weak")
-    @classmethod
-    def _are_there(
-        cls, positions: tuple[int, ...], info: ValidationInfo
-    ) -> tuple[int, ...]:
-        if max(positions, default=-1) >= len(info.data.get("arguments", ())):
-            raise ValueError("arguments, of those there are")
-        return positions
-
-    @field_validator("static")
-    @classmethod
-    def _are_arguments(cls, static: tuple[int | str, ...] | None) -> Any:
-        for key in static or ():
-            if not (key.isprintable() if isinstance(key, str) else 0 <= key < 1000):
-                raise ValueError("printable names, and positions from 0 to 999")
-        _check_once(static or (), "argument")
-        return static
+    def constraints(self) -> Constraints:
+        """Returns them as plans have them."""
+        functions = ((one.name, one.op, (), Recorded(one.how)) for one in self.replaced)
+        return Constraints(
+            {v: one.spec for one in self.shardings for v in one.values},
+            {use: one.spec for one in self.shardings for use in one.uses},
+            tuple(
+                Rematerialization(one.forward, one.backward)
+                for one in self.rematerialized
+            ),
+            tuple(Replacement(*one) for one in functions),
+        )
 
 
-def plan_data(plan: Plan) -> dict[str, Any]:
-    """Returns the fields of a plan's file, as :func:`plan_fields` reads them again."""
-    leaves = plan.arg_names, plan.arg_types, plan.arg_specs, plan.donated
-    inside = plan.constraints
-    replaced = {(one.name, one.op): one.functions.how for one in inside.replaced}
-    data = {
-        "format": FORMAT,
-        "arguments": [
-            {"path": name, "type": kind, "spec": spec, "donated": donated}
-            for name, kind, spec, donated in zip(*leaves, strict=True)
-        ],
-        "constraints": constraints_to_json(inside),
-        "recompute": inside.rematerialized,
+Inside = Annotated[Constraints, ReadAs(_Inside, _Inside.constraints)]
+# A field that files do not have: a plan has it in one process alone.
+Local = Annotated[_Item | None, ReadAs(None)]
+
+# ---------------------------------------------------------------------- the whole file
+
+
+def constraints_to_json(constraints: Constraints) -> dict[str, Any]:
+    """Constraints as JSON; see :class:`_Inside`."""
+    groups: dict[Spec, dict[str, Any]] = {}
+    for value, spec in sorted(constraints.values.items()):
+        groups.setdefault(spec, {"values": [], "uses": []})["values"].append(value)
+    for use, spec in sorted(constraints.uses.items()):
+        groups.setdefault(spec, {"values": [], "uses": []})["uses"].append(use)
+    replaced = {(one.name, one.op): one.functions.how for one in constraints.replaced}
+    return {
+        "shardings": [{"spec": spec, **members} for spec, members in groups.items()],
+        "rematerialized": [asdict(one) for one in constraints.rematerialized],
         "replaced": [
             {"name": name, "op": op, "how": how} for (name, op), how in replaced.items()
         ],
-        # What was never found out is infinite, and JSON has no word for that.
-        "search": {k: v for k, v in plan.search.items() if math.isfinite(v)},
-    }
-    fields = PlanFile.model_fields
-    return {
-        name: data[name] if name in data else getattr(plan, name) for name in fields
     }
 
 
-def plan_fields(data: Any, allowed_options: Collection[str] = ()) -> dict[str, Any]:
-    """Returns the fields of a plan from parsed JSON, each of them checked.
+def file_text(plan: Any, here: Collection[str]) -> str:
+    """Returns a plan as JSON text, as :func:`read_plan` reads it again.
 
     Args:
+        here: fields that files do not have.
+    """
+    names = [one.name for one in fields(plan) if one.name not in here]
+    data = {"format": FORMAT} | {name: getattr(plan, name) for name in names}
+    # What was never found out is infinite, and JSON has no word for that.
+    data["search"] = {k: v for k, v in plan.search.items() if math.isfinite(v)}
+    return json.dumps(data, indent=1, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """A record, or a mapping, as JSON has it."""
+    match value:
+        case Constraints():
+            return constraints_to_json(value)
+        case Mapping():
+            return dict(value)
+    return {one.name: getattr(value, one.name) for one in fields(value)}
+
+
+_adapter = cache(TypeAdapter)
+
+
+def read_plan(
+    kind: Callable[..., _Plan],
+    data: Any,
+    here: Collection[str],
+    allowed_options: Collection[str] = (),
+) -> _Plan:
+    """Returns a plan from parsed JSON, each of its fields checked.
+
+    Args:
+        kind: the class of plans.
+        here: fields that files do not have.
         allowed_options: compiler options that the caller trusts besides the known ones.
 
     Raises:
         PlanMismatch: there is anything else in it than a plan's file has.
     """
-    kind = data.get("format") if isinstance(data, dict) else None
-    if type(kind) is not int or kind != FORMAT:
+    number = data.get("format") if isinstance(data, dict) else None
+    if type(number) is not int or number != FORMAT:
         raise PlanMismatch(
             f"Expected a plan of format {FORMAT}; this file is something else, or "
             "was written by another version of cfp. Plan again."
@@ -376,30 +370,15 @@ def plan_fields(data: Any, allowed_options: Collection[str] = ()) -> dict[str, A
         raise _damaged(
             "options", "compiler options that are known to be harmless", refused
         )
+    for one in fields(cast(Any, kind)):
+        if one.name not in here and one.name not in data:
+            raise _damaged(one.name, "this field", "nothing")
     try:
-        file = PlanFile.model_validate(
+        return _adapter(kind).validate_python(
             {name: data[name] for name in data if name not in _BESIDE}, context={}
         )
     except ValidationError as error:
         raise _damaged(*first_error(error)) from None  # It lists each field.
-    fields = dict(file)
-    for name in ("format", "arguments", "recompute", "replaced"):
-        del fields[name]
-    return fields | {
-        "arg_names": tuple(one.path for one in file.arguments),
-        "arg_types": tuple(one.type for one in file.arguments),
-        "arg_specs": tuple(one.spec for one in file.arguments),
-        "donated": tuple(one.donated for one in file.arguments),
-        "constraints": Constraints(
-            {v: one.spec for one in file.constraints for v in one.values},
-            {use: one.spec for one in file.constraints for use in one.uses},
-            tuple(Rematerialization(*dict(one).values()) for one in file.recompute),
-            tuple(
-                Replacement(one.name, one.op, (), Recorded(one.how))
-                for one in file.replaced
-            ),
-        ),
-    }
 
 
 def _damaged(where: str, expected: str, got: str) -> PlanMismatch:
@@ -421,22 +400,22 @@ def read_json(path: str | Path) -> Any:
         if len(text) > _MOST_BYTES:
             raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MiB")
         return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
-    except RecursionError as error:
-        reason = "it is nested too deeply"
-        raise PlanMismatch(f"Cannot read a plan from {path}: {reason}.") from error
-    except json.JSONDecodeError as error:
-        reason = f"it is not JSON, as plan.save and cfp plan -o write it: {error}"
+    except (RecursionError, OSError, ValueError) as error:
+        match error:
+            case RecursionError():
+                reason = "it is nested too deeply."
+            case json.JSONDecodeError():
+                reason = (
+                    f"it is not JSON, as plan.save and cfp plan -o write it: {error}"
+                )
+            case FileNotFoundError():
+                reason = "there is no such file. Write one with cfp plan TARGET -o "
+                reason += f"{path}, or plan.save({str(path)!r})."
+            case OSError():
+                reason = error.strerror
+            case _:
+                reason = str(error)
         raise PlanMismatch(f"Cannot read a plan from {path}: {reason}") from error
-    except FileNotFoundError as error:
-        raise PlanMismatch(
-            f"Cannot read a plan from {path}: there is no such file. Write one with "
-            f"cfp plan TARGET -o {path}, or plan.save({str(path)!r})."
-        ) from error
-    except OSError as error:
-        reason = error.strerror or error
-        raise PlanMismatch(f"Cannot read a plan from {path}: {reason}") from error
-    except ValueError as error:
-        raise PlanMismatch(f"Cannot read a plan from {path}: {error}") from error
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The parts of a plan, and how those that are no records go to JSON and back."""
+"""The parts of a plan, and checks of what it is used with."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves
 from pydantic import Field
 
 from cfp.analysis.layout import SegmentKernels, Storage
-from cfp.analysis.strategies import Spec
 from cfp.errors import OptionError, PlanMismatch
 from cfp.fields import Count, Flag, Name, Time, Words, matching
 from cfp.fields import Spec as SpecField
 from cfp.program.calling import check_keywords
-from cfp.program.constrain import Constraints
 from cfp.program.step import FlatStep
 
 # Reasons why a kernel with a rule is whole on every device; the sizes that its rule
@@ -419,16 +417,6 @@ def _paths(tree: Any) -> list[tuple[str, str]]:
         (path_text(path), type_text(leaf))
         for path, leaf in tree_flatten_with_path(tree)[0]
     ]
-
-
-def constraints_to_json(constraints: Constraints) -> list[dict[str, Any]]:
-    """Constraints as JSON, by sharding: plans name few shardings and many values."""
-    groups: dict[Spec, dict[str, Any]] = {}
-    for value, spec in sorted(constraints.values.items()):
-        groups.setdefault(spec, {"values": [], "uses": []})["values"].append(value)
-    for use, spec in sorted(constraints.uses.items()):
-        groups.setdefault(spec, {"values": [], "uses": []})["uses"].append(use)
-    return [{"spec": spec, **members} for spec, members in groups.items()]
 
 
 # --------------------------------------------------------------- places of constraints

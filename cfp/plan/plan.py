@@ -6,23 +6,23 @@ import json
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
+from pydantic import ConfigDict
 
-from cfp.analysis.strategies import Spec
 from cfp.devices.described import slice_of
 from cfp.errors import PlanMismatch
+from cfp.fields import Count, Name, Number, Rung, Time, Words
+from cfp.plan import file
 from cfp.plan.figures import Figures
-from cfp.plan.file import plan_data, plan_fields, read_json
+from cfp.plan.file import Local
 from cfp.plan.parts import (
     BINDS,
-    PlanRow,
-    PlanSegment,
     Site,
     check_arguments,
     check_binding,
@@ -35,7 +35,6 @@ from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.store import store_path
 from cfp.program.calling import released, sequence
-from cfp.program.constrain import Constraints
 from cfp.program.meaning import trace_context_key
 from cfp.program.memory import HOST, in_memory
 from cfp.program.outline import Outline
@@ -101,47 +100,50 @@ class Plan:
         tuned: folder of the race's tuning; not in files.
     """
 
-    fingerprint: str
-    mesh_axes: tuple[tuple[str, int], ...]
-    arg_names: tuple[str, ...]
-    arg_types: tuple[str, ...]
-    arg_specs: tuple[Spec, ...]
-    output_specs: tuple[Spec, ...]
-    constraints: Constraints
-    donated: tuple[bool, ...]
-    winner: str
-    predicted_ms: float | None
-    measured_ms: float | None
-    peak_bytes: int | None
+    # Files are checked by these types, and have no other fields.
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    fingerprint: file.Fingerprint
+    mesh_axes: file.MeshAxes
+    arg_names: tuple[Name, ...]
+    arg_types: file.Types
+    arg_specs: file.ArgumentSpecs
+    output_specs: tuple[file.SpecOnMesh, ...]
+    constraints: file.Inside
+    donated: file.Donated
+    winner: Words
+    predicted_ms: Time | None
+    measured_ms: Time | None
+    peak_bytes: Count | None
     level: ConstraintLevel = ConstraintLevel.EVERYTHING
-    segments: tuple[PlanSegment, ...] = ()
-    rows: tuple[PlanRow, ...] = ()
-    uneven: tuple[str, ...] = ()
-    undonated: tuple[int, ...] = ()
-    weak: tuple[int, ...] = ()
-    uncounted: tuple[str, ...] = ()
-    site_checks: tuple[str, ...] = ()
-    replicated_ops: tuple[str, ...] = ()
-    host_callbacks_skipped: tuple[str, ...] = ()
+    segments: file.Segments = ()
+    rows: file.Blocks = ()
+    uneven: tuple[Words, ...] = ()
+    undonated: file.Positions = ()
+    weak: file.Positions = ()
+    uncounted: tuple[Words, ...] = ()
+    site_checks: tuple[Words, ...] = ()
+    replicated_ops: tuple[Words, ...] = ()
+    host_callbacks_skipped: tuple[Words, ...] = ()
     race: tuple[RaceRow, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    search: Mapping[str, float] = field(default_factory=dict)
-    in_host: tuple[tuple[int, int], ...] = ()
-    precision: str = ""
-    products: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    static: tuple[int | str, ...] | None = None
-    rung: str = "measured"
-    predicted_bytes: int | None = None
+    environment: Mapping[Words, Words] = field(default_factory=dict)
+    search: Mapping[Words, Number] = field(default_factory=dict)
+    in_host: file.Leaves = ()
+    precision: file.Precision = ""
+    products: Mapping[Words, Mapping[str, Count]] = field(default_factory=dict)
+    static: file.Static | None = None
+    rung: Rung = "measured"
+    predicted_bytes: Count | None = None
     figures: Figures | None = None
     outline: Outline | None = field(default=None, compare=False, repr=False)
     sites: tuple[Site, ...] = field(default=(), compare=False)
-    mesh: Mesh | None = field(default=None, compare=False, repr=False)
-    step: FlatStep | None = field(default=None, compare=False, repr=False)
-    out_tree: Any = field(default=None, compare=False, repr=False)
-    traced_under: Hashable = field(default=None, compare=False, repr=False)
-    raced: ReusableExecutable | None = field(default=None, compare=False, repr=False)
-    tuned: BuildEnvironment | None = field(default=None, compare=False, repr=False)
+    mesh: Local[Mesh] = field(default=None, compare=False, repr=False)
+    step: Local[FlatStep] = field(default=None, compare=False, repr=False)
+    out_tree: Local[Any] = field(default=None, compare=False, repr=False)
+    traced_under: Local[Hashable] = field(default=None, compare=False, repr=False)
+    raced: Local[ReusableExecutable] = field(default=None, compare=False, repr=False)
+    tuned: Local[BuildEnvironment] = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
         from cfp.view.text import short_text
@@ -467,7 +469,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Returns the plan as JSON text."""
-        return json.dumps(plan_data(self), indent=1, default=_plain)
+        return file.file_text(self, _HERE)
 
     @classmethod
     def load(
@@ -491,7 +493,7 @@ class Plan:
             PlanMismatch: the file is damaged, has other compiler options, or is for
                 another mesh.
         """
-        data = read_json(path)
+        data = file.read_json(path)
         return cls.from_json(data, mesh=mesh, allowed_options=allowed_options)
 
     @classmethod
@@ -503,7 +505,7 @@ class Plan:
         allowed_options: Collection[str] = (),
     ) -> Plan:
         """Makes a plan of parsed JSON; see :meth:`load`."""
-        plan = cls(**plan_fields(data, allowed_options))
+        plan = file.read_plan(cls, data, _HERE, allowed_options)
         return plan.on(mesh) if mesh is not None else plan
 
     def on(self, mesh: Mesh) -> Plan:
@@ -541,11 +543,6 @@ def _write(path: str | Path, text: str) -> None:
 def _loaded(text: str, allowed_options: Collection[str]) -> Plan:
     """Makes a plan of the text of :meth:`Plan.to_json`."""
     return Plan.from_json(json.loads(text), allowed_options=allowed_options)
-
-
-def _plain(value: Any) -> dict[str, Any]:
-    """Converts a record or a mapping to a dict."""
-    return dict(value) if isinstance(value, Mapping) else asdict(value)
 
 
 def _mesh_text(axes: Sequence[tuple[str, int]]) -> str:

@@ -206,7 +206,7 @@ def test_plan_prints_one_json_document(planned):
     assert rates["step_ms"] == found["measured_ms"]
     assert found == json.loads(path.read_text())
     assert found["race"] and found["rows"]
-    specs = {argument["path"]: argument["spec"] for argument in found["arguments"]}
+    specs = dict(zip(found["arg_names"], found["arg_specs"], strict=True))
     assert specs["weights/up"] == [[], ["x"]]
     # Asked to be quiet, nothing tells of progress.
     assert outcome.err == "This is no JSON.\n"

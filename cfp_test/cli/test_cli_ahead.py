@@ -71,7 +71,7 @@ def test_a_mixture_of_experts_is_sharded_for_gpus(outcomes):
     outcome = outcomes[1 + len(MISTAKES)]
     assert outcome.code == 0, outcome.err
     plan = json.loads(outcome.out)
-    specs = {a["path"]: a["spec"] for a in plan["arguments"]}
+    specs = dict(zip(plan["arg_names"], plan["arg_specs"], strict=True))
     assert any(specs["weights/up"]) and any(specs["weights/down"])
     products = 5 * 2 * 512 * 1024 * 4096  # Of each row with its own expert's matrix.
     assert products <= plan["search"]["model_flops"] <= 1.1 * products

@@ -216,34 +216,33 @@ def _raw(old: str, new: str) -> Callable[[Sound, Any], bytes]:
 
 
 def _one_more_value(made: Sound, data: Any) -> None:
-    taken = {v for group in data["constraints"] for v in group["values"]}
+    groups = data["constraints"]["shardings"]
+    taken = {v for group in groups for v in group["values"]}
     spare = next(v for v in range(made.values) if v not in taken)
-    rank = len(data["constraints"][0]["spec"])
-    wrong = [[]] * (rank + 1)
-    data["constraints"].append({"spec": wrong, "values": [spare], "uses": []})
+    wrong = [[]] * (len(groups[0]["spec"]) + 1)
+    groups.append({"spec": wrong, "values": [spare], "uses": []})
 
 
 def _twice(made: Sound, data: Any) -> None:
-    data["constraints"].append(copy.deepcopy(data["constraints"][0]))
+    groups = data["constraints"]["shardings"]
+    groups.append(copy.deepcopy(groups[0]))
 
 
 def _backwards(made: Sound, data: Any) -> None:
-    [one] = data["recompute"]
-    data["recompute"] = [{"forward": one["backward"], "backward": one["forward"]}]
+    [one] = data["constraints"]["rematerialized"]
+    one["forward"], one["backward"] = one["backward"], one["forward"]
 
 
 def _loop_again(made: Sound, data: Any) -> None:
-    data["recompute"][0]["forward"] = [made.loop]
+    data["constraints"]["rematerialized"][0]["forward"] = [made.loop]
 
 
 def _whole(made: Sound, data: Any) -> None:
-    for argument in data["arguments"]:
-        argument["spec"] = [[] for _ in argument["spec"]]
-    data["output_specs"] = [[[] for _ in spec] for spec in data["output_specs"]]
+    for name in ("arg_specs", "output_specs"):
+        data[name] = [[[] for _ in spec] for spec in data[name]]
 
 
 _EVIL_NAME = "\x1b]0;owned\x07\x1b[2J[bold red][/nope] :warning: \u202e<script>"
-_FIRST = ("arguments", 0)
 
 PLANS = (
     # What is asked of the compiler.
@@ -296,19 +295,19 @@ PLANS = (
     ),
     Mutation("axes in another order", _swap(("mesh_axes", 0), ("mesh_axes", 1))),
     # Arguments and results.
-    Mutation("argument dropped", _drop(*_FIRST)),
-    Mutation("argument without its sharding", _drop(*_FIRST, "spec")),
-    Mutation("unknown axis", _put([["z"], []], *_FIRST, "spec")),
-    Mutation("axis twice in a spec", _put([["x"], ["x"]], *_FIRST, "spec")),
-    Mutation("spec of too few dims", _put([["x"]], *_FIRST, "spec")),
-    Mutation("spec of too many dims", _put([["x"], [], []], *_FIRST, "spec")),
-    Mutation("spec as text", _put("x", *_FIRST, "spec")),
-    Mutation("axis as a number", _put([[0], []], *_FIRST, "spec")),
-    Mutation("another type", _put("int8[8,16]", *_FIRST, "type")),
-    Mutation("type that is code", _put("__import__('os')", *_FIRST, "type")),
-    Mutation("another path", _put("state/other", *_FIRST, "path")),
-    Mutation("path with a command to terminals", _put("\x1b[2J", *_FIRST, "path")),
-    Mutation("donated 1", _put(1, *_FIRST, "donated")),
+    Mutation("argument dropped", _drop("arg_names", 0)),
+    Mutation("argument without its sharding", _drop("arg_specs", 0)),
+    Mutation("unknown axis", _put([["z"], []], "arg_specs", 0)),
+    Mutation("axis twice in a spec", _put([["x"], ["x"]], "arg_specs", 0)),
+    Mutation("spec of too few dims", _put([["x"]], "arg_specs", 0)),
+    Mutation("spec of too many dims", _put([["x"], [], []], "arg_specs", 0)),
+    Mutation("spec as text", _put("x", "arg_specs", 0)),
+    Mutation("axis as a number", _put([[0], []], "arg_specs", 0)),
+    Mutation("another type", _put("int8[8,16]", "arg_types", 0)),
+    Mutation("type that is code", _put("__import__('os')", "arg_types", 0)),
+    Mutation("another path", _put("state/other", "arg_names", 0)),
+    Mutation("path with a command to terminals", _put("\x1b[2J", "arg_names", 0)),
+    Mutation("donated 1", _put(1, "donated", 0)),
     Mutation("result dropped", _drop("output_specs", 0)),
     Mutation(
         "result with an axis that does not divide it",
@@ -317,21 +316,26 @@ PLANS = (
     # Numbers of values and ops.
     Mutation(
         "value out of range",
-        _put(lambda made: [made.values], "constraints", 0, "values"),
+        _put(lambda made: [made.values], "constraints", "shardings", 0, "values"),
     ),
-    Mutation("value -1", _put([-1], "constraints", 0, "values")),
-    Mutation("value 1e3", _put([1e3], "constraints", 0, "values")),
+    Mutation("value -1", _put([-1], "constraints", "shardings", 0, "values")),
+    Mutation("value 1e3", _put([1e3], "constraints", "shardings", 0, "values")),
     Mutation("value with a sharding of another rank", _one_more_value),
     Mutation("value twice", _twice),
     Mutation(
-        "op out of range", _put(lambda made: [[made.ops, 0]], "constraints", 0, "uses")
+        "op out of range",
+        _put(lambda made: [[made.ops, 0]], "constraints", "shardings", 0, "uses"),
     ),
-    Mutation("operand out of range", _put([[0, 99]], "constraints", 0, "uses")),
+    Mutation(
+        "operand out of range", _put([[0, 99]], "constraints", "shardings", 0, "uses")
+    ),
     Mutation("rematerialized after it is read", _backwards),
     Mutation("a loop rematerialized", _loop_again),
     Mutation(
         "rematerialized ops out of range",
-        _put(lambda made: [made.ops + 5], "recompute", 0, "backward"),
+        _put(
+            lambda made: [made.ops + 5], "constraints", "rematerialized", 0, "backward"
+        ),
     ),
     # The rest of it.
     Mutation("time NaN", _raw('"measured_ms": 1.5', '"measured_ms": NaN')),
@@ -347,6 +351,9 @@ PLANS = (
     ),
     Mutation("name of 20000 characters", _put("a" * 20_000, "winner")),
     Mutation("unknown field", _put("os.system", "hook")),
+    Mutation("unknown field of a part", _put("os.system", "rows", 0, "hook")),
+    Mutation("field of a process", _put([1], "out_tree")),
+    Mutation("field missing", _drop("segments")),
     Mutation("field twice", _raw('"options":', '"options": {}, "options":')),
     Mutation("nested 100000 deep", _deep),
     Mutation("cut off", lambda made, data: json.dumps(data).encode()[:-40]),
@@ -359,15 +366,19 @@ PLANS = (
     # Harmless: the step computes what it did.
     Mutation(
         "specs of two arguments exchanged",
-        _swap(("arguments", 4, "spec"), ("arguments", 5, "spec")),
+        _swap(("arg_specs", 4), ("arg_specs", 5)),
         harmless=True,
     ),
     Mutation("nothing sharded", _whole, harmless=True),
-    Mutation("constraints dropped", _put([], "constraints"), harmless=True),
-    Mutation("rematerialization dropped", _put([], "recompute"), harmless=True),
     Mutation(
-        "batch given away, too", _put(True, "arguments", 4, "donated"), harmless=True
+        "constraints dropped", _put([], "constraints", "shardings"), harmless=True
     ),
+    Mutation(
+        "rematerialization dropped",
+        _put([], "constraints", "rematerialized"),
+        harmless=True,
+    ),
+    Mutation("batch given away, too", _put(True, "donated", 4), harmless=True),
     Mutation("times invented", _put(1e-9, "measured_ms"), harmless=True),
     Mutation(
         "names with commands and markup", _put(_EVIL_NAME, "winner"), harmless=True

@@ -100,7 +100,7 @@ def test_what_a_segment_shares_is_as_its_owner_has_it(tied, damage):
         shared.append(shared[0])
     elif damage == "unknown":
         own = [one["argument"] for s in data["segments"] for one in s["parameters"]]
-        shared[0]["argument"] = min({*range(len(data["arguments"]))} - {*own})
+        shared[0]["argument"] = min({*range(len(data["arg_names"]))} - {*own})
     else:
         embedding["shared"] = [data["segments"][1]["parameters"][0]]
     with pytest.raises(cfp.PlanMismatch, match="damaged plan, in segments"):

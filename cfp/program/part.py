@@ -170,7 +170,7 @@ class Signature:
 
     def lower(
         self,
-        in_shardings: Sequence[NamedSharding] | None = None,
+        in_shardings: Sequence[NamedSharding] = (),
         out_shardings: Sequence[NamedSharding] | None = None,
         donate_argnums: Sequence[int] = (),
     ) -> jax.stages.Lowered:
@@ -181,17 +181,17 @@ class Signature:
             zeros = {one: _zero(one) for one in dict.fromkeys(self.outputs)}
             return tuple(zeros[one] for one in self.outputs)
 
-        if in_shardings is None or out_shardings is None:
-            return jax.jit(placeholder, keep_unused=True).lower(*self.inputs)
-        in_shardings = [*map(on_auto_mesh, in_shardings)]
+        placed = tuple(map(on_auto_mesh, in_shardings))
         jitted = jax.jit(
             placeholder,
             keep_unused=True,
-            in_shardings=tuple(in_shardings),
-            out_shardings=tuple(out_shardings),
+            in_shardings=placed or None,
+            out_shardings=out_shardings and tuple(out_shardings),
             donate_argnums=tuple(donate_argnums),
         )
-        return jitted.lower(*placed_avals(self.inputs, in_shardings))
+        return jitted.lower(
+            *(placed_avals(self.inputs, placed) if placed else self.inputs)
+        )
 
 
 def aval(program: Program, value: int) -> jax.ShapeDtypeStruct:

@@ -69,8 +69,12 @@ def add_up_in_float32(op: ir.Operation, tables: Collection[tuple[int, ...]]) -> 
     with ir.InsertionPoint(op), op.location:
         scatter = ir.Operation.create(
             _SCATTER,
-            results=[_of_type(kind, wide)],
-            operands=[_converted(zeros, wide), places, _converted(updates, wide)],
+            results=[shardy.of_element(kind, wide)],
+            operands=[
+                shardy.converted(zeros, wide),
+                places,
+                shardy.converted(updates, wide),
+            ],
             attributes=attributes,
             regions=1,
         )
@@ -78,8 +82,8 @@ def add_up_in_float32(op: ir.Operation, tables: Collection[tuple[int, ...]]) -> 
         body = scatter.regions[0].blocks.append(number, number)
         with ir.InsertionPoint(body):
             stablehlo.return_([stablehlo.add(*body.arguments)])
-        narrowed = _converted(scatter.results[0], kind.element_type)
-    _put_in_place(op, narrowed)
+        narrowed = shardy.converted(scatter.results[0], kind.element_type)
+    shardy.forward(op, [narrowed])
     return True
 
 
@@ -103,7 +107,7 @@ def select_words(op: ir.Operation) -> bool:
         equal = stablehlo.ComparisonDirectionAttr.get("EQ")
         is_its = stablehlo.compare(of_word, words, equal)
         selected = stablehlo.select(is_its, word, zeros)
-    _put_in_place(op, selected)
+    shardy.forward(op, [selected])
     return True
 
 
@@ -247,17 +251,3 @@ def _spread(value: ir.Value, tokens: list[int], shape: list[int]) -> ir.Value:
     return stablehlo.broadcast_in_dim(
         ir.RankedTensorType.get(shape, element), one, dims
     )
-
-
-def _converted(value: ir.Value, element: ir.Type) -> ir.Value:
-    """A value's numbers in another type."""
-    return stablehlo.convert(_of_type(value.type, element), value)
-
-
-def _of_type(kind: ir.Type, element: ir.Type) -> ir.RankedTensorType:
-    return ir.RankedTensorType.get(ir.RankedTensorType(kind).shape, element)
-
-
-def _put_in_place(op: ir.Operation, value: ir.Value) -> None:
-    op.results[0].replace_all_uses_with(value)
-    op.erase()

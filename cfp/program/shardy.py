@@ -133,6 +133,17 @@ def constant(number: str, kind: ir.Type) -> ir.Value:
     return make("stablehlo.constant", kind, value=value)
 
 
+def of_element(kind: ir.Type, element: ir.Type) -> ir.RankedTensorType:
+    """A type of the same shape."""
+    shape = ir.RankedTensorType(kind)
+    return ir.RankedTensorType.get(shape.shape, element, shape.encoding)
+
+
+def converted(value: ir.Value, element: ir.Type) -> ir.Value:
+    """A value's numbers in another type."""
+    return make("stablehlo.convert", of_element(value.type, element), value)
+
+
 def make_barrier(values: Sequence[ir.Value]) -> ir.Operation:
     """Makes an optimization barrier that values pass through."""
     kinds = [value.type for value in values]

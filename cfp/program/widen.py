@@ -240,13 +240,7 @@ def _is_narrow(kind: ir.Type) -> bool:
 def _wide(kind: ir.Type) -> ir.Type:
     if not _is_narrow(kind):
         return kind
-    return _of_element(kind, ir.F32Type.get())
-
-
-def _of_element(kind: ir.Type, element: ir.Type) -> ir.Type:
-    """A type of the same shape."""
-    shape = ir.RankedTensorType(kind)
-    return ir.RankedTensorType.get(shape.shape, element, shape.encoding)
+    return shardy.of_element(kind, ir.F32Type.get())
 
 
 def _is_fixed(op: ir.Operation) -> bool:
@@ -289,11 +283,11 @@ def _join(op: ir.Operation, reads: Sequence[ir.Type], perturbed: bool) -> None:
             with ir.InsertionPoint(op):
                 read = op.operands[index]
                 read = _perturb(read, kind, 0) if perturbed else read
-                op.operands[index] = _converted(read, kind)
+                op.operands[index] = shardy.make("stablehlo.convert", kind, read)
     for result in op.results:
         if _is_narrow(result.type):
             with ir.InsertionPoint.after(op):
-                wide = _converted(result, _wide(result.type))
+                wide = shardy.converted(result, ir.F32Type.get())
                 bit = _MANTISSA_BITS - _finfo(result.type).nmant
                 is_perturbed = perturbed and not _is_exact(op)
                 made = _perturb(wide, result.type, bit) if is_perturbed else wide
@@ -329,10 +323,11 @@ def _perturb(value: ir.Value, kind: ir.Type, bit: int) -> ir.Value:
     def number(x: float) -> ir.Value:
         return shardy.constant(repr(x), wide)
 
-    words = _of_element(wide, ir.IntegerType.get_signless(32))
+    words = shardy.of_element(wide, ir.IntegerType.get_signless(32))
     bits = shardy.make("stablehlo.bitcast_convert", words, value)
     bits = make("shift_right_logical", bits, shardy.constant(str(bit), words))
-    is_odd = _converted(make("and", bits, shardy.constant("1", words)), wide)
+    is_odd = make("and", bits, shardy.constant("1", words))
+    is_odd = shardy.make("stablehlo.convert", wide, is_odd)
     share = make("subtract", make("multiply", is_odd, number(2 * half)), number(half))
     size = make("abs", value)
     # What is smaller than any normal number is rounded by as much as that.
@@ -340,16 +335,12 @@ def _perturb(value: ir.Value, kind: ir.Type, bit: int) -> ir.Value:
     move = make("multiply", make("multiply", share, unit), make("sign", value))
     stays_finite = shardy.make(
         "stablehlo.compare",
-        _of_element(wide, ir.IntegerType.get_signless(1)),
+        shardy.of_element(wide, ir.IntegerType.get_signless(1)),
         *(size, number(float(info.max) / (1 + half))),
         comparison_direction=ir.Attribute.parse("#stablehlo<comparison_direction LT>"),
     )
     moved = make("add", value, move)
     return shardy.make("stablehlo.select", wide, stays_finite, moved, value)
-
-
-def _converted(value: ir.Value, kind: ir.Type) -> ir.Value:
-    return shardy.make("stablehlo.convert", kind, value)
 
 
 def _make_precise(op: ir.Operation, precise: bool) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.mlir import ir
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from cfp.program import shardy
 from cfp.program.constrain import values_by_id
-from cfp.program.graph import Program, numpy_dtype
+from cfp.program.graph import Program
+from cfp.program.part import Signature, aval
 from cfp.program.replace import Replacement
 from cfp.program.widen import wide_dtype, widen
 
@@ -38,15 +39,14 @@ class Written:
 
     def aval(self, value: int) -> jax.ShapeDtypeStruct:
         """The type of a value."""
-        found = self.program.values[value]
-        return jax.ShapeDtypeStruct(found.shape, numpy_dtype(found.dtype))
+        return aval(self.program, value)
 
     @property
     def text(self) -> str:
         """The function of `lower` as StableHLO text, without locations."""
         return str(shardy.stablehlo(self.lower()).operation.get_asm())
 
-    def widened(self, *shardings: jax.sharding.Sharding) -> jax.stages.Lowered:
+    def widened(self, *shardings: NamedSharding) -> jax.stages.Lowered:
         """`lower` with float32 in place of 16-bit floats, of inputs and results too.
 
         Masks and positions are as the step makes them. What kernels from elsewhere
@@ -62,22 +62,18 @@ class Written:
         return lowered
 
     def _stand_in(
-        self, shardings: Sequence[jax.sharding.Sharding], dtype: Callable[[Any], Any]
+        self, shardings: Sequence[NamedSharding], dtype: Callable[[Any], Any]
     ) -> jax.stages.Lowered:
         """A lowered function of the inputs that makes zeros."""
         given, made = (
-            [jax.ShapeDtypeStruct(x.shape, dtype(x.dtype)) for x in map(self.aval, vs)]
-            for vs in (self.inputs, self.derived + self.makes)
+            tuple(
+                jax.ShapeDtypeStruct(x.shape, dtype(x.dtype)) for x in map(self.aval, v)
+            )
+            for v in (self.inputs, self.derived + self.makes)
         )
+        return Signature(given, made).lower(shardings)
 
-        def zeros(*_: jax.Array) -> list[jax.Array]:
-            return [jnp.zeros(one.shape, one.dtype) for one in made]
-
-        return jax.jit(
-            zeros, keep_unused=True, in_shardings=tuple(shardings) or None
-        ).lower(*given)
-
-    def lower(self, *shardings: jax.sharding.Sharding) -> jax.stages.Lowered:
+    def lower(self, *shardings: NamedSharding) -> jax.stages.Lowered:
         """Lowers the ops as a function of the inputs that makes ``derived + makes``.
 
         Args:

@@ -26,12 +26,12 @@ class SegmentChoice:
 
     @property
     def plain(self) -> SegmentChoice:
-        """The same with nothing rematerialized; both are laid out alike."""
+        """The choice without rematerialization; both have one layout."""
         return replace(self, remat=False) if self.remat else self
 
     @property
     def as_written(self) -> SegmentChoice:
-        """The same without kernels."""
+        """The choice without kernels."""
         return replace(self, kernels=AS_WRITTEN) if self.kernels else self
 
 
@@ -47,10 +47,10 @@ def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Segment
 
 
 def layout_of(analysis: Analysis, candidates: Mapping[int, SegmentChoice]) -> Layout:
-    """The layout of some segments.
+    """Makes the layout of some segments.
 
-    Of one by itself those of the same kind right before and behind are laid out alike,
-    so that what crosses into them is sharded as they would read it.
+    A segment by itself is laid out with equal neighbours, so that values which cross
+    are sharded as the neighbours read them.
     """
     segments, laid_out = analysis.segments, dict[int, SegmentChoice]()
     if len(candidates) == 1:

@@ -52,10 +52,9 @@ class SegmentBytes:
     """Memory that a segment keeps on each device, without temporaries.
 
     Attributes:
-        state_bytes: of its state, new values that take no donated argument's place
-            included.
-        new_bytes: of these new values alone.
-        residual_bytes: of what its forward pass keeps for its backward pass.
+        state_bytes: state, and new values without a donated argument's place.
+        new_bytes: these new values alone.
+        residual_bytes: values kept from the forward pass for the backward pass.
     """
 
     state_bytes: int
@@ -107,9 +106,8 @@ class Costs:
     def _least_bytes(self, kind: int, candidate: SegmentChoice) -> SegmentBytes:
         """Computes the memory that a segment of a kind keeps under a candidate.
 
-        Of a segment that is rematerialized only what others read is kept, and of what
-        a kernel computes what it returns. Results of the program are no residuals: they
-        have memory anyway.
+        A rematerialized segment keeps only values that others read, and a kernel's
+        results. Results of the program have memory of their own.
         """
         segment, layout = self._kinds[kind], self._layout(kind, candidate)
         groups = (layout.frame.groups[index] for index in segment.groups)
@@ -219,9 +217,8 @@ class Costs:
     def least_peak_bytes(self, choice: Choice) -> int:
         """Computes the memory that a program needs under any rematerialization.
 
-        What a segment keeps for its backward pass is there while that runs; a compiler
-        that rematerializes some of it by itself leaves a share of it at least. It may
-        be where results are written later.
+        A compiler that rematerializes by itself keeps at least a share of a segment's
+        residuals while its backward pass runs. Memory of later results may hold them.
         """
         held, results = self.fixed_bytes, self._new_fixed_bytes
         kept = peak = 0
@@ -248,7 +245,7 @@ class Costs:
         ahead, back = passing.get((left, right), ()), passing.get((right, left), ())
 
         def laid_out(index: int, of: Iterable[SegmentChoice]) -> list[Layout]:
-            """One layout for all choices that shard alike what passes."""
+            """Makes one layout for all choices that shard the passing values alike."""
             every, first = (self._laid_out(index, o.plain) for o in of), {}
             return [first.setdefault(self._ends(o, (*ahead, *back)), o) for o in every]
 
@@ -360,10 +357,10 @@ Step = tuple[Sequence[int], Sequence[int]]
 
 
 def peak_bytes(steps: Iterable[Step], size_of: Callable[[int], int]) -> int:
-    """The most that is in memory at once, of what some steps make.
+    """Computes the largest memory in use at once over some steps.
 
     Args:
-        size_of: what a tensor takes on a device; 0 if it is not made.
+        size_of: bytes of a tensor on a device; 0 if it is not made.
     """
     live = most = 0
     for made, freed in steps:
@@ -379,15 +376,14 @@ def steps_of(
     held: Set[int],
     spans: Sequence[tuple[int, int]] = (),
 ) -> list[Step]:
-    """The ops of a segment, or of a loop's body, one after another.
+    """Lists the ops of a segment, or of a loop's body, one after another.
 
-    What a loop makes is there before what happens within it.
+    A loop's results are in memory before its body runs.
 
     Args:
         held: tensors that are kept for the backward pass.
-        spans: ids of ops, each from a first to a last, that happen at once: what they
-            read stays until the last. What is in memory meanwhile besides is tensor -1
-            of the first span, -2 of the second.
+        spans: ranges of op ids that run at once, whose operands stay until the last.
+            Extra memory of the first span is tensor -1, of the second -2.
     """
     inside = set(ops)
     own = [span for span in spans if inside.issuperset(span)]
@@ -413,7 +409,7 @@ def steps_of(
 
 
 def _last_reader(program: Program, v: int, inside: Set[int]) -> int:
-    """The last of some ops that reads a tensor, or what is made of it on the way."""
+    """Finds the last op that reads a tensor, also through views."""
 
     def own(op_id: int) -> int:
         while op_id >= 0 and op_id not in inside:

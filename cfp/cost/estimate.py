@@ -1,9 +1,8 @@
 """Estimated costs of a segment's choices, without compiling anything.
 
-A segment's time is taken apart into a term for each block (its compute, and what
-must move inside it) and a term for each pair of blocks (what must move between
-them). Collectives are priced by the measured curves, compute by the measured rates.
-The estimate ranks choices; only what is worth measuring is then measured.
+A segment's time has a term for each block (compute, and collectives inside it) and a
+term for each pair of blocks (collectives between them). Measured curves price
+collectives, measured rates price compute. The estimate ranks choices for measuring.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ class SegmentEstimate:
 
     Attributes:
         node_ms: ``[storage mode][block][strategy]``.
-        edge_ms: for each pair of blocks (positions in the segment, the first not
-            behind the second) a matrix over their strategies. Pairs of a block with
-            itself hold what moves between a block and its twin in the next segment.
-        own_edge_ms: the same without what moves between the segment and its twin.
-        numbers: for each of its blocks the number in ``strategies`` of every strategy
-            of the block; those that shard all ops alike share one.
-        modes: ways to store its parameters that differ, of those that are usual.
+        edge_ms: for each pair of blocks (positions in the segment, in order) a matrix
+            over their strategies. A block's pair with itself is for its twin in the
+            next segment.
+        own_edge_ms: the same without collectives between the segment and its twin.
+        numbers: for each block the number in ``strategies`` of each of its strategies;
+            strategies that shard all ops alike share a number.
+        modes: usual ways to store its parameters that differ.
     """
 
     segment: Segment
@@ -127,10 +126,10 @@ def estimate_segment(
 def _numbered(
     terms: Terms, block: int, among: Set[Strategy] | None
 ) -> tuple[tuple[Strategy, ...], dict[Strategy, int]]:
-    """A block's strategies, numbered: those that shard all ops alike are one.
+    """Numbers a block's strategies; those that shard all ops alike share a number.
 
     Returns:
-        The first strategy of each number, and the number of each.
+        The first strategy of each number, and the number of each strategy.
     """
     frame, firsts, numbers = terms.frame, dict[Hashable, Strategy](), {}
     for strategy in block_strategies(frame.program, frame.blocks[block], frame.mesh):

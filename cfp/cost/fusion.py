@@ -1,19 +1,19 @@
 """Fusion by XLA: values with memory of their own, and those fused into readers.
 
-Elementwise work is fused into what reads it. In memory are results of heavy ops, and
-what heavy ops read. A third kind a sum makes: where elementwise work combines a tensor
-with one whose dims come in another order, as the backward pass of a softmax combines
-scores and the gradient of the weights, a fusion has to turn one of them, and cannot sum
-as well. What is summed is in memory then, all of it and in the type it is summed in.
+Elementwise work is fused into its reader. Results and operands of heavy ops are in
+memory. Some sums add a third kind: elementwise work may combine a tensor with another
+whose dims come in another order, as in the backward pass of a softmax. A fusion has to
+turn one of them, and cannot sum as well. The summed tensor is then in memory, in the
+type of the sum.
 
-Bytes that kernels without products move are counted from that: a kernel reads tensors
-that are in memory and writes one that has to be. So a softmax of scores moves each of
-them three times, whatever ops it is written in: the row's maximum reads them; then one
-kernel reads them, adds up the exponentials of a row and writes the weights. Its
-backward pass reads scores and the weights' gradient, and writes the scores'.
+Kernels without products move bytes by this rule: a kernel reads tensors in memory and
+writes one that has to be there. So a softmax moves its scores three times, in whatever
+ops it is written. The row's maximum reads them; one kernel reads them, sums the
+exponentials of a row and writes the weights. Its backward pass reads scores and the
+weights' gradient, and writes the scores' gradient.
 
-A value that several kernels read is written to memory where that moves less than to
-compute it in each.
+A value with several reading kernels is written to memory if that moves fewer bytes than
+computing it in each.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _LOST: Order = (-1,)
 def uses_through(
     program: Program, v: int, goes_on: Callable[[Op, int], bool]
 ) -> Iterator[tuple[Op, int]]:
-    """All uses of a value as (op, which operand), and of what is made of it on the way.
+    """Lists uses of a value as (op, operand number), also through views.
 
     Args:
-        goes_on: whether uses of an op's result are looked for, too.
+        goes_on: decides whether uses of an op's result count, too.
     """
     stack, seen = [v], {v}
     while stack:
@@ -91,9 +91,9 @@ def _has_memory(program: Program, v: int) -> bool:
 
 
 def _is_view(program: Program, op: Op) -> bool:
-    """True if readers of what an op makes read what it is made of.
+    """True if readers of an op's result read the op's operand.
 
-    Products read FP8 numbers, and scale what they make.
+    Products read FP8 numbers, and scale their results.
     """
     return op.kind in _VIEWS or is_dequantized(program, op)
 
@@ -262,10 +262,10 @@ def _written(program: Program, op_id: int) -> float:
 
 
 def _sums_within_others(program: Program, kernels: Mapping[int, Reads]) -> set[int]:
-    """Sums along rows that are computed in the kernels that read these rows anyway.
+    """Finds sums along rows that kernels compute while they read these rows anyway.
 
-    Of two in a row over the same tensors, a maximum and what is summed less it, the
-    compiler does so with the second.
+    A softmax has two sums over the same tensors: the maximum, and the sum of
+    exponentials. The compiler fuses the second.
     """
     readers: dict[int, list[int]] = defaultdict(list)
     rows: dict[int, set[int]] = {}
@@ -287,7 +287,7 @@ def _sums_within_others(program: Program, kernels: Mapping[int, Reads]) -> set[i
 
 
 def _is_along_rows(op: Op) -> bool:
-    """Returns True if a sum is over the last dim of what it reads."""
+    """True if a sum is over the last dim of its operand."""
     rule = op.rule
     if rule is None or not rule.operands[0]:
         return False

@@ -1,8 +1,8 @@
 """Memory of a program: values that stay throughout, and those for its backward pass.
 
-A compiler keeps less than what a backward pass reads: elementwise work is done again
-inside the fusion that reads it, from tensors that are in memory anyway. What has to be
-there are results of heavy ops, what heavy ops read, and what enters from outside.
+A compiler keeps less than a backward pass reads: elementwise work runs again inside the
+fusion that reads it. Results and operands of heavy ops must be in memory, and so must
+arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOVING = frozenset({"convert", "reshape", "transpose"})
 
 @searched_once
 def turning_point(frame: Frame) -> int:
-    """The id of the first op of the backward pass; behind all ops if there is none."""
+    """Returns the id of the backward pass's first op, or the number of ops."""
     derived = [m.op for b in frame.blocks for m in b.members if m.derived]
     return min(derived, default=len(frame.program.ops))
 
@@ -145,14 +145,13 @@ def host_results(program: Program) -> set[int]:
 
 
 def host_bytes(layout: Layout, positions: Iterable[int]) -> tuple[int, int]:
-    """Computes the bytes of arguments that the host has, for each device.
+    """Computes bytes of arguments in host memory, for each device.
 
     Args:
-        positions: arguments; those that devices have do not count.
+        positions: arguments; those in device memory do not count.
 
     Returns:
-        Of what is in the memory of the host between steps, and of what a step moves
-        from there and back.
+        Bytes in host memory between steps, and bytes that a step moves there and back.
     """
     program = layout.frame.program
     returned = host_results(program)
@@ -170,10 +169,10 @@ def host_bytes(layout: Layout, positions: Iterable[int]) -> tuple[int, int]:
 
 
 def copied_results(frame: Frame) -> list[tuple[int, int | None]]:
-    """Returns the results that are copies: arguments as they are, or results again.
+    """Finds results that are copies: arguments unchanged, or results again.
 
     Returns:
-        For each its place among the results, and the argument that it is, or renews.
+        For each its place among the results, and the argument that it is or renews.
     """
     program = frame.program
     positions = {v: i for i, v in enumerate(program.args)}
@@ -231,9 +230,9 @@ def argument_bytes(layout: Layout, position: int) -> int:
 
 
 def accumulated_bytes(layout: Layout, segment: Segment) -> int:
-    """Computes the bytes of what a segment adds up over the turns of an opened loop.
+    """Computes the bytes of a segment's sums over the iterations of an opened loop.
 
-    Such as gradients of microbatches, which are there throughout.
+    Gradients of microbatches, for example, are there throughout.
     """
     program, inside = layout.frame.program, set(segment.ops)
     return sum(
@@ -250,8 +249,8 @@ def value_bytes(layout: Layout, v: int, spec: Spec | None = None) -> int:
     """Computes the bytes of a value on each device.
 
     Args:
-        spec: how it is sharded; if None, as its reader has it: what is gathered in the
-            forward pass stays so.
+        spec: its sharding; None for its reader's, as a value that the forward pass
+            gathers stays gathered.
     """
     spec = spec or layout.read_spec(v) or layout.spec(v) or ()
     size = layout.frame.program.values[v].size_bytes

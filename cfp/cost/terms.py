@@ -1,9 +1,8 @@
 """Cost terms of one block under a strategy: compute, moves, reads and results.
 
-Values that a loop carries are one tensor seen at several points: here each goes by
-one of them (:attr:`cfp.analysis.flow.Flow.canonical`), so that what must be resharded
-between two iterations, or between a parameter and the loop that reads it, is priced
-like anything else.
+A value that a loop carries is one tensor seen at several points, and has one number
+(:attr:`cfp.analysis.flow.Flow.canonical`). So reshardings between iterations, or
+between a parameter and its loop, are priced like others.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ Made = tuple[Spec, tuple[str, ...]]  # how a value comes: (sharding, unreduced a
 
 @dataclass(frozen=True, slots=True)
 class BlockTerms:
-    """One block under one strategy, or one op.
+    """Costs of one block, or one op, under one strategy.
 
     Attributes:
         matmul_ms: time of its contractions on one device.
-        memory_ms: time of its other ops, as what they move to and from memory takes.
-        makes: how its values come, by value.
-        reads: the shardings that values are read with, by value.
+        memory_ms: time of memory traffic of its other ops.
+        makes: shardings of results, by value.
+        reads: shardings of operands, by value.
     """
 
     matmul_ms: float
@@ -79,9 +78,9 @@ class Terms:
                     self._repeats[v] = max(op.repeat, self._repeats.get(v, 1))
 
     def _only_fills(self, op: Op) -> bool:
-        """True if an op writes into what is read in no iteration, but behind the loop.
+        """True if an op writes into a buffer that only ops behind the loop read.
 
-        A cache, which is read in each, may be resharded in each.
+        A cache has readers in each iteration, and may be resharded in each.
         """
         program = self.frame.program
         if op.kind != "dynamic_update_slice":
@@ -118,7 +117,7 @@ class Terms:
         )
 
     def _op_terms(self, op_id: int, axes: FactorAxes) -> BlockTerms:
-        """The same of one op under one sharding."""
+        """Computes the terms of one op under one sharding."""
         program = self.frame.program
         op = program.ops[op_id]
         rule, sizes = op.known_rule, self._sizes
@@ -136,7 +135,7 @@ class Terms:
         return BlockTerms(*self.compute_ms(op, axes), makes, reads)
 
     def compute_ms(self, op: Op, axes: FactorAxes) -> tuple[float, float]:
-        """Time as a contraction, and of what else waits for memory."""
+        """Computes time of contractions, and time of memory traffic."""
         rule, program = op.known_rule, self.frame.program
         share = self._share(rule, axes)
         if is_contraction(op):
@@ -161,9 +160,9 @@ class Terms:
         return 0.0, op.repeat * self.rates.memory_ms(moved * share)
 
     def manual_ms(self, op: Op) -> float:
-        """Time of a region that the user sharded by hand on one device; 0 of others.
+        """Computes time of a hand-sharded region on one device; 0 for other ops.
 
-        It is of products and of memory; collectives that are in it are left out.
+        Products and memory traffic count, collectives inside do not.
         """
         if op.manual is None:
             return 0.0
@@ -196,11 +195,11 @@ class Terms:
         want: Spec,
         group: int | None = None,
     ) -> float:
-        """The estimated time of a transition of a tensor of so many bytes.
+        """Estimates the time of a transition of a tensor of so many bytes.
 
         Args:
-            group: storage group of a parameter or its gradient. Of one computation's
-                several, which do not depend on each other, some are combined.
+            group: storage group of a parameter or its gradient; independent transitions
+                of one computation are partly combined.
         """
         count = 1 if group is None else self._alike_state[self._state_key(group)]
         steps = transition(size, have, unreduced, want, self.frame.mesh)
@@ -208,9 +207,9 @@ class Terms:
 
     @cached_property
     def gradients(self) -> Mapping[int, int]:
-        """The storage group of every gradient, also of those that are not yet whole.
+        """Finds the storage group of every gradient, also of partial ones.
 
-        What has as many elements, and is read for nothing else, is on its way to one:
+        A value of as many elements without other readers is on its way to a gradient:
         under :func:`jax.vmap` sums over one dim after another.
         """
         program = self.frame.program
@@ -280,7 +279,7 @@ class Terms:
     def _group_state_ms(
         self, index: int, wants: tuple[Spec, ...], mode: Storage
     ) -> tuple[float, float]:
-        """The same for one group."""
+        """Computes the time of one storage group."""
         frame, program = self.frame, self.frame.program
         group = frame.groups[index]
         main = program.args[group.args[0]]
@@ -337,7 +336,7 @@ class Terms:
     def stored_specs(
         self, index: int, wants: tuple[Spec, ...], mode: Storage
     ) -> tuple[Spec, Spec]:
-        """The shardings of a group's parameter: as it is used, and as it is stored."""
+        """Returns the shardings of a group's parameter as used, and as stored."""
         frame = self.frame
         group = frame.groups[index]
         used = wants[0] if wants else ((),) * len(group.shape)

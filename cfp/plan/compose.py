@@ -1,4 +1,4 @@
-"""The plan of what a race has won; in all processes of a program that of process 0."""
+"""Composes the plan of a race's winner; several processes take that of process 0."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def compose_plan(
     outcome: RaceOutcome,
     tuned: BuildEnvironment | None = None,
 ) -> Plan:
-    """The plan of what won.
+    """Composes the plan of a race's winner.
 
     Args:
-        mesh: the devices, which may only be described.
-        tuned: where what was tuned is kept.
+        mesh: the devices, real or described.
+        tuned: folder of the tuned kernels.
     """
     frame, winner = analysis.frame, outcome.winner
     assert winner is not None, "something fits"

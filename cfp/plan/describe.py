@@ -1,4 +1,4 @@
-"""Describes a choice for a program: segments, blocks, and what is not sharded."""
+"""Describes a choice for a program: segments, blocks, and unsharded parts."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def plan_segments(
 def plan_rows(
     analysis: Analysis, choice: Choice, rates: Rates | None = None
 ) -> tuple[PlanRow, ...]:
-    """One row for each block: what is sharded, and what must be communicated.
+    """Makes a row for each block: its strategy, and the collectives that follow.
 
     Args:
-        rates: of the devices, if they are known: collectives have no times else.
+        rates: rates of the devices; None leaves out times of collectives.
     """
     frame = analysis.frame
     layout = lay_out(frame, choice)
@@ -151,10 +151,10 @@ def _move_figures(
 
 
 def uneven_arguments(layout: Layout) -> tuple[str, ...]:
-    """Arguments that stay whole because of their size, such as ``x (7 over x=4)``.
+    """Lists arguments that stay whole because of their size: ``x (7 over x=4)``.
 
-    What reads them has them sharded along axes that do not divide a dim. Values inside
-    of a program may be padded; its arguments may not.
+    Their readers shard them along axes that do not divide a dim. XLA may pad values
+    inside of a program, but not its arguments.
     """
     program, sizes = layout.frame.program, layout.frame.mesh
     found = []
@@ -174,10 +174,9 @@ def uneven_arguments(layout: Layout) -> tuple[str, ...]:
 
 
 def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
-    """Arguments of a batch that no axis divides, so that no strategy shards them.
+    """Lists arguments of a batch that no axis divides, so that no strategy shards them.
 
-    Of those the first dim is one of a block's, which a strategy might shard, and not
-    what a loop goes over.
+    Their first dim is a dim of a block, and not the iterations of a loop.
     """
     frame = layout.frame
     program, sizes = frame.program, frame.mesh
@@ -205,10 +204,10 @@ def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
 
 
 def undonated_arguments(layout: Layout) -> dict[int, int]:
-    """Bytes on a device of arguments that are there twice, since they are not donated.
+    """Lists bytes on a device of state that is in memory twice for want of donation.
 
-    Of such an argument the step makes the next one: its state. What is handed back as
-    it is counts, too.
+    State is an argument whose next value the step returns, or which the step returns
+    unchanged.
     """
     frame = layout.frame
     program = frame.program
@@ -255,14 +254,13 @@ def constraint_sites(program: Program, constraints: Constraints) -> tuple[Site, 
 def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
     """Lists ops that every device runs in full: ``while at model.py:12 (26%)``.
 
-    Loops in which nothing is sharded, ops without a sharding rule, those that XLA does
-    not partition, and custom_partitioning ops that are not sharded, from one percent of
-    the bytes that the program's ops make, or of its FLOPs; of such ops what they read
-    counts, too. Other blocks have rows that tell. On one device there is nothing else.
+    These are loops without sharding, ops without a sharding rule, ops that XLA does not
+    partition, and unsharded custom_partitioning ops. An op counts from one percent of
+    the bytes that ops make, or of the FLOPs; its operands count, too. Other blocks have
+    rows of their own. One device has no such list.
 
     Args:
-        rates: of the devices, to say what that costs, by estimate; None if they are
-            not known.
+        rates: rates of the devices for the estimated cost, or None.
     """
     if not layout.frame.mesh:
         return ()
@@ -356,13 +354,13 @@ def sharded_kernels(layout: Layout) -> tuple[str, ...]:
 
 
 def _lost_ms(layout: Layout, op: Op, inside: Sequence[Op], rates: Rates) -> float:
-    """Estimates the time that an op costs since every device runs it in full.
+    """Estimates the time lost because every device runs an op in full.
 
-    That is what it takes longer than in equal parts, and gathering what it reads. Of
-    foreign code that says nothing of its FLOPs only memory traffic is known.
+    That time is the difference to equal parts, less the gathering of operands. For
+    foreign code without FLOPs only memory traffic counts.
 
     Args:
-        inside: its own work: the op, or the ops of a loop's body.
+        inside: the op itself, or the ops of a loop's body.
     """
     program, mesh = layout.frame.program, layout.frame.mesh
     total = 0.0
@@ -488,13 +486,12 @@ def _result_dim(op: Op, factor: int) -> int:
 def block_moves(
     analysis: Analysis, layout: Layout
 ) -> Iterator[tuple[int, str, tuple[str, ...], int, int]]:
-    """The collectives that a layout calls for, one by one.
-
-    As Shardy would place them; XLA may merge or replace some.
+    """Lists the collectives of a layout as Shardy places them; XLA may merge some.
 
     Yields:
-        (block, kind, axes, bytes, times): bytes of a whole group's tensor, and how
-        often it runs in one step, which is more than once in a loop.
+        (block, kind, axes, bytes, times): bytes of a whole group's tensor, and the
+            number
+        of runs in one step, which is above one in a loop.
     """
     frame = analysis.frame
     program = frame.program
@@ -529,7 +526,7 @@ def block_moves(
 
 
 def _op_moves(layout: Layout, op: Op, done: set[tuple]) -> Iterator[_Move]:
-    """The collectives of an op: of its results, of what it reads, and within it.
+    """Lists the collectives of an op: of its operands, its results, and within it.
 
     Args:
         done: (value, sharding) pairs that were counted before; new ones are added.

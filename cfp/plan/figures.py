@@ -27,10 +27,10 @@ class StrategyFigures:
     """A strategy of a kind of segment.
 
     Attributes:
-        blocks: those of one strategy together, in the order of the first of each.
-        storage: of its parameters; None if it has none.
+        blocks: blocks by strategy, in the order of the first block of each.
+        storage: storage of its parameters; None without parameters.
         kernels: kernels that compute parts of it.
-        rematerialized: whether its forward pass is rematerialized.
+        rematerialized: True if its forward pass is rematerialized.
     """
 
     blocks: tuple[AlikeBlocks, ...]
@@ -41,19 +41,19 @@ class StrategyFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionFigures:
-    """A strategy of a kind of segment, as it was measured.
+    """A measured strategy of a kind of segment.
 
     Attributes:
-        name: of the preset whose part it is, or a number: ``strategy 7 (no preset)``.
-        strategy: what it shards, and what else it chooses.
-        state_bytes: parameters and optimizer state of one segment, on each device;
-            twice what is not donated.
+        name: the preset with this part, or a number: ``strategy 7 (no preset)``.
+        strategy: its strategies, storage, kernels and rematerialization.
+        state_bytes: parameters and optimizer state of one segment, on each device,
+            twice without donation.
         residual_bytes: values that one segment keeps from forward to backward.
-        temp_bytes: the most that it needs besides, while it runs.
-        step_ms: predicted time of the step if all segments of the kind took it and
-            all others stayed as they are.
-        memory_bytes: predicted memory on each device then.
-        taken: how many segments take it.
+        temp_bytes: largest further memory while it runs.
+        step_ms: predicted time of the step with all segments of the kind so, and the
+            other segments unchanged.
+        memory_bytes: predicted memory on each device with the same choice.
+        taken: number of segments with this option in the plan.
     """
 
     name: Words
@@ -84,10 +84,9 @@ class LeftFigures:
     """Attentions that stay as written, though kernels may compute them.
 
     Attributes:
-        source: where they are from.
-        reason: why they are as they are written, or why a kernel cannot compute them.
-        kernel: one that was asked for and cannot compute them; "" of what is as
-            written.
+        source: source line of the attentions.
+        reason: reason against a kernel.
+        kernel: the kernel that cannot compute them; "" for all kernels.
     """
 
     source: Words
@@ -128,10 +127,11 @@ class WorthFigures:
     """Gain of one kind of choice in a plan.
 
     Attributes:
-        name: of what is chosen: "kernels", "storage", ...
-        with_ms: the best step with all there is to choose from.
-        without_ms: the best step without this; None if nothing fits in memory then.
-        is_measured: whether both are measured; otherwise they are predicted.
+        name: kind of choice: "kernels", "storage", ...
+        with_ms: the best step with all kinds of choices.
+        without_ms: the best step without this kind; None if no such step fits in
+            memory.
+        is_measured: True if both times are measured, False if predicted.
     """
 
     name: Words
@@ -145,19 +145,18 @@ class Figures:
     """The figures of a plan.
 
     Attributes:
-        kinds: by number; none where nothing was searched.
-        segment_kinds: for each segment its kind.
-        picks: for each segment the option that the plan takes; empty if part of the
-            plan was not measured.
+        kinds: kinds of segments by number; empty without a search.
+        segment_kinds: kind of each segment.
+        picks: option of each segment in the plan; empty if part of it was not measured.
         fixed_bytes: memory that every choice needs.
         budget_bytes: memory of one device that the plan may use, or None.
-        left: attentions that are as they are written, and kernels that cannot compute
-            attentions, of those that were preferred to what does.
-        kernels: kernels of the step that are sharded, with the axes that shard them.
-        variants: meshes and microbatches that the plan was chosen among.
-        variants_raced: whether their best plans ran against each other.
-        worth: what each kind of choice is worth.
-        chosen: what was chosen among, by the names of `choose`; empty for all.
+        left: attentions that stay as written, and preferred kernels that cannot compute
+            them.
+        kernels: sharded kernels of the step, with their axes.
+        variants: compared meshes and microbatches.
+        variants_raced: True if their best plans ran against each other.
+        worth: gain of each kind of choice.
+        chosen: kinds of choices, by the names of `choose`; empty for all.
     """
 
     kinds: tuple[KindFigures, ...] = ()

@@ -419,7 +419,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of which no field stands there twice: which one would count?"""
+    """Makes an object of JSON pairs; raises for a field that occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

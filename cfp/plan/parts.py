@@ -1,4 +1,4 @@
-"""The parts of a plan, and checks of what it is used with."""
+"""The parts of a plan, and conversions of other values to and from JSON."""
 
 from __future__ import annotations
 
@@ -44,15 +44,14 @@ class Role(StrEnum):
 class AxisRole:
     """Part of a block's anchor that one mesh axis shards.
 
-    Two of them are equal where only sizes differ, as with another batch. A role
-    follows from the factor.
+    Two roles are equal if only sizes differ, as with another batch.
 
     Attributes:
-        role: kind of the factor that it shards.
+        role: kind of the sharded factor.
         factor: number of the factor in the anchor's sharding rule.
-        dim: dim of the anchor's result that has the factor; -1 if it has none.
+        dim: dim of the anchor's result with the factor; -1 for none.
         scattered_dim: dim of the result to which a contraction's sum is scattered, or
-            for which a lookup exchanges columns; None if there is no such dim.
+            for which a lookup exchanges columns; None for none.
     """
 
     axis: Name
@@ -111,10 +110,10 @@ class PlanSegment:
 
     Attributes:
         kind: segments of one kind have the same options.
-        parameters: the parameters that belong to it.
-        shared: where none do, those of other segments that it reads, as a head reads
-            the table of an embedding to which it is tied.
-        rematerialized: whether its forward pass is rematerialized.
+        parameters: parameters that belong to the segment.
+        shared: without own parameters, those of other segments that it reads, such as
+            the tied table of an embedding.
+        rematerialized: True if its forward pass is rematerialized.
         kernels: kernels that compute parts of it.
         time_ms: measured time; None if not measured.
     """
@@ -189,14 +188,13 @@ class PlanRow:
         segment: index of its segment.
         name: the block's place in the user's model.
         op: its anchor, with its shape.
-        strategy: for each mesh axis that shards the anchor its role.
+        strategy: role of each mesh axis that shards the anchor.
         source: ``file:line`` of the anchor, or "".
-        operands: the tensors that the anchor reads, two at most.
+        operands: the first two tensors that the anchor reads.
         result: the tensor that the anchor makes.
         moves: the collectives that follow, most bytes first.
-        repeats: how often the anchor runs in one step, which is more than once in a
-            loop.
-        updates: whether it is a part of the optimizer's update without products.
+        repeats: number of runs of the anchor in one step, above one in a loop.
+        updates: True for a part of the optimizer's update without products.
     """
 
     block: Count
@@ -218,10 +216,7 @@ def type_text(aval: Any) -> str:
 
 
 def short_source(source: str) -> str:
-    """``file:line`` with the end of the file's path: ``models/mlp.py:12``.
-
-    It tells files apart, and nothing of the machine.
-    """
+    """Shortens ``file:line`` to the path's end: ``models/mlp.py:12``."""
     return "/".join(PurePath(source).parts[-2:]) if source else ""
 
 
@@ -317,17 +312,17 @@ def check_binding(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def check_donated(planned: Sequence[bool], step: FlatStep) -> None:
-    """Refuses a step that keeps what the plan overwrites.
+    """Refuses a step that keeps an argument which the plan overwrites.
 
-    The reverse is no fault: a plan donates less than it was asked for where no result
-    takes the place.
+    A plan may donate less than the step: an argument needs a result that takes its
+    place.
 
     Args:
-        planned: for each argument leaf whether the plan has the step overwrite it.
-        step: with what is asked for now; nothing, if that was not said.
+        planned: for each argument leaf whether the plan overwrites it.
+        step: with its donated arguments; none if not given.
 
     Raises:
-        PlanMismatch: the step donates something, and not all that the plan overwrites.
+        PlanMismatch: the step donates something, but not all that the plan overwrites.
     """
     if not any(step.donated):
         return
@@ -345,12 +340,12 @@ def check_donated(planned: Sequence[bool], step: FlatStep) -> None:
 def static_arguments(
     known: tuple[int | str, ...] | None, step: FlatStep | None, args: Sequence[Any]
 ) -> tuple[int | str, ...]:
-    """Returns which arguments are static, by position or name.
+    """Returns the static arguments, by position or name.
 
     Args:
-        known: what a plan says of it, if it does.
-        step: the step that it was made with, if it is there.
-        args: of the step; what is no array among them, where nothing is known.
+        known: the static arguments in a plan, or None.
+        step: the plan's step, or None.
+        args: arguments of the step; without the others, those that are no arrays.
     """
     if known is not None:
         return known

@@ -171,7 +171,7 @@ def _same_types(
 
 
 def _part(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of what a process passes: of what its own devices are to have."""
+    """Returns the shape of the part that a process passes for its own devices."""
     pieces = sharding.addressable_devices_indices_map(shape).values()
     ranges = [
         {piece[dim].indices(size)[:2] for piece in pieces if piece is not None}
@@ -181,7 +181,7 @@ def _part(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _placed(arguments: Arguments, i: int, leaf: Any) -> jax.Array:
-    """One array of the batch, or this process's part of it."""
+    """Makes one array of the batch, from all of it or this process's part."""
     dtype, shape = arguments.types[i].partition("[")[0], shape_of(arguments.types[i])
     sharding = arguments.sharding(i, len(shape))
     if isinstance(leaf, jax.Array):

@@ -1,4 +1,4 @@
-"""Plans: what was decided, as plain data that can be saved, read and applied."""
+"""Plans: choices as plain data that can be saved, read and applied."""
 
 from __future__ import annotations
 

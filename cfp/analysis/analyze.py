@@ -1,8 +1,8 @@
 """The analyze pass: makes blocks, state and segments of a program on a mesh.
 
-It also finds the values that pass between segments: made or stored in one, read in
-another. A chain of layers passes its residual stream from each segment to the next;
-a tied embedding, an encoder's output and the skips of a U-net pass further.
+Also finds the values that pass between segments, from the segment that makes or stores
+them to readers. A chain of layers passes its residual stream to the next segment. A
+tied embedding, an encoder's output and the skips of a U-net pass further.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def update_blocks(frame: Frame) -> set[int]:
 
 
 def _downstream(flow: Flow, values: Sequence[int]) -> set[int]:
-    """The ops that compute with values, or with what is made of them."""
+    """Finds the ops that compute with some values, directly or not."""
 
     def readers(some: Sequence[int]) -> list[int]:
         return [op.id for value in some for op, _ in flow.readers(value)]

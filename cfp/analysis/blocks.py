@@ -233,12 +233,11 @@ class _Labels:
         return [op for op, (factors, shared) in lacking.items() if not shared]
 
     def _widen(self, labels: list[int], backward: list[bool]) -> None:
-        """Moves what a block's result is broadcast for to where the other dims are.
+        """Moves ops that are broadcast for a block to the block with the other dims.
 
-        A sum of activations and of what was computed once for all rows of the batch,
-        such as embeddings of positions, follows the activations: the block of the
-        embeddings has no dim of the batch, and would replicate what it holds. What the
-        backward pass does to sum over the batch goes there, too.
+        Embeddings of positions, for example, are computed once for all rows, and added
+        to activations. They follow the activations: a block without the batch dim would
+        replicate its part. Sums over the batch in the backward pass follow, too.
         """
         ops = self._by_block(labels)
         for label in self.by_rank:
@@ -301,12 +300,11 @@ class _Labels:
         labels: list[int],
         label: int,
     ) -> list[int]:
-        """Blocks that made what comes in with dims that a block lacks, latest first.
+        """Lists blocks of operands with dims that a block lacks, latest first.
 
-        Behind them the blocks of what reads the ops' results: a product of rows of the
-        batch and of a matrix that all rows share, as of derivatives along each input,
-        has dims that only the next contraction has all of; so has a bias that was
-        looked up and is added to each row.
+        Blocks of the ops' readers come behind them. A product of rows of the batch and
+        a matrix that all rows share has dims that only the next contraction has all of.
+        A bias that was looked up and is added to each row is another case.
         """
         near: set[int] = set()
         for op_id in part:

@@ -1,16 +1,15 @@
 """Anchors, and the contractions that differentiation made from them.
 
-An *anchor* is a contraction of the forward pass, or a lookup: in a table that no
-contraction made, such as an embedding, or one that makes no less than it reads, as of
-a graph's nodes for its edges. From ``C = A B`` differentiation makes
-``dB = A^T dC`` and ``dA = dC B^T``: contractions that share one operand with the
-anchor and whose other operand has the dims of ``C``. They are found by that
-structure, and each comes with a map of its factors to the anchor's.
+An *anchor* is a contraction of the forward pass, or a lookup. The lookup's table is
+made by no contraction, as an embedding, or the lookup makes at least as much as it
+reads, as of a graph's nodes for its edges. From ``C = A B`` differentiation makes ``dB
+= A^T dC`` and ``dA = dC B^T``: contractions that share one operand with the anchor and
+whose other operand has the dims of ``C``. That structure identifies them, with a map of
+their factors to the anchor's.
 
-Dims of a block's tensors that must be sharded together form classes: within a block,
-dims that an op maps to one factor are of one class, and classes join
-through the tensors between ops. Contractions do not join classes: sharding passes
-them only as the block's strategy says.
+Dims of a block's tensors that must be sharded together form classes. Dims that an op
+maps to one factor are of one class, and classes join through the tensors between ops.
+Contractions do not join classes: a block's strategy decides there.
 """
 
 from __future__ import annotations
@@ -68,11 +67,11 @@ def is_product(op: Op) -> bool:
 
 
 def _differentiated_later(op: Op) -> bool:
-    """True if JAX's scope says that an op stands in a forward pass.
+    """True if JAX's scope puts an op in the forward pass.
 
-    Structure does not tell: the second product of ``(x @ w) @ w.T`` looks like a
-    derivative of the first. A scatter that adds up what was gathered follows the
-    gather, in whichever pass.
+    Structure is not enough: the second product of ``(x @ w) @ w.T`` looks like a
+    derivative of the first. A scatter that sums gathered rows follows the gather, in
+    either pass.
     """
     forward = "jvp(" in op.scope and "transpose(" not in op.scope
     return forward and op.kind != "scatter"
@@ -227,7 +226,7 @@ class _Finder:
         return [f for _, f in sorted(zip(order, factors, strict=True))]
 
     def _cotangents(self, op: Op, index: int) -> Iterator[list[int]]:
-        """Factors of a cotangent as it is read, then as it was before a transpose."""
+        """Lists factors of a cotangent as read, then before a transpose."""
         factors = _factors(op.known_rule, op.known_rule.operands[index])
         yield factors
         before = self._sharing(op, index)
@@ -251,8 +250,8 @@ class _Finder:
         """Picks each derived contraction's block.
 
         Anchors with a common operand (query, key and value projections) have derived
-        contractions of one structure. What tells them apart is the cotangent: another
-        contraction that reads it may share an operand with only one of the anchors.
+        contractions of one structure. The cotangent decides: another contraction that
+        reads it may share an operand with only one of the anchors.
         """
         owner: dict[int, int] = {}
 
@@ -295,7 +294,7 @@ def _factors(rule: Rule, dims: Dims) -> list[int]:
 
 
 def _in_order(found: dict[int, int], mine: list[int], theirs: list[int]) -> list[int]:
-    """Factors with those that a map knows at their places, the others as they come."""
+    """Orders factors: known ones at a map's places, the others in sequence."""
     known = {found[f]: f for f in mine if f in found}
     rest = iter([f for f in mine if f not in found])
     ordered = [known[f] if f in known else next(rest, None) for f in theirs]

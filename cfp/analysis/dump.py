@@ -1,7 +1,7 @@
-"""Writes down what the analyze pass found, for people and for scripts.
+"""Writes the result of the analyze pass for people and scripts.
 
-The words and the line formats are those of CFP's artifact: ``Parallel Block 3:``,
-``ParallelBlocks sequence: (14, 22) mapped to  (0, 8)``, ``Strategy RS = RS x SS``.
+Words and line formats are those of CFP's artifact: ``Parallel Block 3:``,
+``ParallelBlocks sequence: (14, 22) mapped to (0, 8)``, ``Strategy RS = RS x SS``.
 """
 
 from __future__ import annotations

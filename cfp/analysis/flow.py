@@ -1,14 +1,13 @@
 """Data flow through loops, branches and barriers, and names of blocks.
 
-An op with regions has no factors of its own: what it carries through one place (the
-initial value, the body's argument, the value that an iteration yields, the result)
-is one tensor seen at four points. A barrier passes on many tensors that need not have
-anything in common. Everything that follows data through a program asks here.
+An op with regions has no factors of its own. The initial value, the body's argument,
+the yielded value and the result of a loop are one tensor at four points. A barrier
+passes many tensors that need not have anything in common. All passes that follow data
+through a program use this module.
 
-A block is named by its place in the user's model, as far as the program tells. Scopes
-tell it best: modules of some libraries, and ``jax.named_scope``, leave their
-names on every op. Where there are none, a block is named by the path of the parameter
-that its contraction reads, or else by the line that it comes from.
+A block's name is its place in the user's model. Scopes name it best: modules of some
+libraries, and ``jax.named_scope``, leave their names on every op. Without scopes the
+name is the path of the contraction's parameter, or else the source line.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ class Flow:
         return found
 
     def sources(self, value: int) -> tuple[int, ...]:
-        """The values that this one is, a step nearer to where they are made.
+        """Lists the values that this one is, a step nearer to their makers.
 
-        For a loop's result what the body yields, for a branch's result what each
-        branch yields, for a body's argument the initial value and the one yielded,
-        for a barrier's result its operand.
+        A loop's result is the yielded value, a branch's result the value of each
+        branch, a body's argument the initial and the yielded value, a barrier's result
+        its operand.
         """
         if value in self.entry_place:
             loop_id, place = self.entry_place[value]
@@ -83,9 +82,9 @@ class Flow:
                 yield op
 
     def becomes(self, user: int, index: int) -> tuple[int, ...]:
-        """The values that an op passes on of what it reads at an index.
+        """Lists the values that an op makes of its operand at an index.
 
-        Indices at or behind the operands count into what its regions yield.
+        Indices behind the operands count values that its regions yield.
         """
         op = self.program.ops[user]
         count = len(op.operands)
@@ -145,18 +144,19 @@ NEVER: Key = (2**62, -1)
 def first_downstream(
     flow: Flow, targets: Set[int], ends: Set[int] = frozenset()
 ) -> tuple[list[Key], list[Key]]:
-    """For each op and each value the first target op that its data reaches.
+    """Finds for each op and value the first target op that its data reaches.
 
-    A target that is reached by another iteration of a loop comes after all that the
-    same iteration reaches, and before all that stands behind the loop.
+    A target of another iteration of a loop comes after all targets of the same
+    iteration, and before all targets behind the loop.
 
     Args:
         targets: ids of ops.
         ends: values whose readers do not count.
 
     Returns:
-        Keys (time, target) by op id and by value id, :data:`NEVER` where none is
-        reached. An op that is a target reaches itself.
+        Keys (time, target) by op id and by value id, :data:`NEVER` for no target. A
+            target
+        op reaches itself.
     """
     program = flow.program
     of_op = [NEVER] * len(program.ops)

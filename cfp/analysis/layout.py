@@ -37,14 +37,14 @@ QuerySpread = Literal["", "ring", "zigzag"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentKernels:
-    """Kernels that compute parts of a segment; false where there are none.
+    """Kernels that compute parts of a segment; false without any.
 
     `Kernel` (`cfp.attention.kernels`) is one implementation of attention, `Replacing`
-    (`cfp.settings`) what may be proposed for a program, and this what is chosen for one
+    (`cfp.settings`) the allowed kernels of a program, and this the choice for a
     segment.
 
     Attributes:
-        attention: name of the kernel of its attentions; "" as the program has them.
+        attention: name of the kernel of its attentions; "" as written.
         spread: role of the axes that shard queries, "ring" or "zigzag", which no search
             proposes; "" if keys and values are gathered.
     """
@@ -61,13 +61,12 @@ AS_WRITTEN = SegmentKernels()
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One strategy per block and one storage mode per storage group.
+    """One strategy for each block and one storage mode for each storage group.
 
     Attributes:
         remat: indices of the segments whose forward pass is rematerialized in the
-            backward pass, so that nothing but their inputs is kept for it.
-        kernels: kernels of segments, by their index, where there are any; see
-            `cfp.attention.matching`.
+            backward pass, so that only their inputs are kept.
+        kernels: kernels of segments, by index; see `cfp.attention.matching`.
     """
 
     blocks: tuple[Strategy, ...]
@@ -327,7 +326,7 @@ class Layout:
         return found or ((),) * len(program.shape(canonical))
 
     def _branch_spec(self, op: Op, result: int) -> Spec:
-        """The sharding of a branch's result: as it is read, or else stored, or made."""
+        """Returns the sharding of a branch's result: as read, or stored, or made."""
         if (spec := self.read_spec(result)) is not None:
             return spec
         program = self.frame.program
@@ -412,15 +411,15 @@ def lay_out(frame: Frame, choice: Choice) -> Layout:
 
 
 def constraints(layout: Layout, ops: Set[int] | None = None) -> Constraints:
-    """The constraints of a layout.
+    """Makes the constraints of a layout.
 
-    One where a value is made, one for each use that wants it otherwise. What is only
-    transposed has its constraint behind the transpose: before it, the value would be
-    reduced there, and the compiler could not make the transpose part of the product. It
-    would then come into the update: gradients of weights are transposed products.
+    A value has a constraint at its maker, and one for each use with another sharding. A
+    transposed value has its constraint behind the transpose. Before it, the value would
+    be reduced there, and the compiler could not fuse the transpose with the product:
+    gradients of weights are transposed products.
 
     Args:
-        ops: ids of the ops to speak of; all of them if None.
+        ops: ids of the ops to constrain; all of them if None.
     """
     program = layout.frame.program
     values: dict[int, Spec] = {}
@@ -530,21 +529,20 @@ class GroupSharding:
 
 
 def program_flops(program: Program) -> int:
-    """Floating-point operations of one step: two per multiply-add of a contraction.
+    """Counts floating-point operations of one step: two for each multiply-add.
 
-    Elementwise ops and reductions are left out, as is usual; what a loop repeats
-    counts as often as it runs. Those of a custom_partitioning op that is not sharded
-    count, too. Of ragged products those of each row's own group count.
+    Contractions count, as often as their loops run; elementwise ops and reductions do
+    not. An unsharded custom_partitioning op counts, too. Of ragged products those of
+    each row's own group count.
     """
     every = (op for op in program.ops if is_contraction(op) or call_flops(op))
     return sum(model_flops(program, op) for op in every)
 
 
 def rematerialized_flops(program: Program, blocks: Sequence[Block]) -> int:
-    """Counts the FLOPs of `program_flops` that the step itself rematerializes.
+    """Counts the part of `program_flops` that the step itself rematerializes.
 
-    That is what the step itself asks for, as with ``jax.checkpoint``; what a plan
-    rematerializes is no part of its program.
+    ``jax.checkpoint`` counts; rematerialization by a plan is no part of the program.
     """
     again = [
         program.ops[member.op]

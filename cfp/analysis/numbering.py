@@ -25,9 +25,8 @@ class Numbers:
 
     Attributes:
         of: a number for each value id.
-        views: for numbers that are transposed or reversed views of another: that
-            number, and for each dim of the view the other's dim, dims of size 1 left
-            out on both sides.
+        views: for numbers that are transposed or reversed views: the viewed number, and
+            for each dim of the view the other's dim, without dims of size 1.
     """
 
     of: tuple[int, ...]
@@ -141,7 +140,7 @@ class _Numbering:
                 self.joined[numbers[op.results[0]]] = op
 
     def _piece(self, op: Op) -> int | None:
-        """The number of what a slice takes out of a concatenation, if it takes all."""
+        """Returns the number of a concatenated piece that a slice takes in full."""
         whole = self.joined.get(self.numbers[op.operands[0]])
         if whole is None:
             return None
@@ -221,10 +220,10 @@ class _Numbering:
         return [v for o in self._with_body(op) for v in (*o.entries, *o.results)]
 
     def _form(self, op: Op) -> tuple | None:
-        """Returns a key that equal loops or branches share; None if unknown.
+        """Returns a key that equal loops or branches share.
 
-        None where it is not known what an op in it does, or on which value a loop goes
-        on: that is the one that no op reads.
+        None if an op in it is unknown, or the value that a loop tests, which no op
+        reads.
         """
         inside = self._with_body(op)
         users = self.program.users

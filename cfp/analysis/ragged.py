@@ -1,9 +1,9 @@
-"""Ragged products, in the form that XLA computes them in: of masked operands.
+"""Ragged products in XLA's form: products of masked operands.
 
 :func:`jax.lax.ragged_dot` multiplies each row by the matrix of its group alone. XLA
-multiplies every row with every matrix: of each group it has a copy of the rows, with
-zeros in place of those of other groups. That takes the time of all these products, but
-the model asks for those of each row's own group only.
+multiplies every row with every matrix, and copies the rows for each group with zeros
+for other groups' rows. So it takes the time of all products; the model needs those of
+each row's own group.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ _SAME = ("convert", "optimization_barrier")
 
 
 def model_flops(program: Program, op: Op) -> int:
-    """Floating-point operations that the model asks for of what `op_flops` counts.
+    """Counts the floating-point operations of `op_flops` that the model needs.
 
-    Those of `op_flops`, but for products of rows with matrices of other groups, which
-    are of zeros.
+    Products of rows with matrices of other groups, which are zeros, do not count.
     """
     if op.manual is not None:
         inner = op.manual.program
@@ -95,7 +94,7 @@ def _behind(
 
 
 def _transposed(dims: list[int], transposes: list[Op]) -> list[int]:
-    """The places of a value's dims behind transposes, the last of which is first."""
+    """Returns the places of a value's dims behind transposes, the last one first."""
     for op in reversed(transposes):
         dims = [n for n, dim in enumerate(op.integers("permutation")) if dim in dims]
     return dims

@@ -1,10 +1,9 @@
 """Segments: runs of blocks that a model repeats, found by structure alone.
 
-The sequence of blocks is compared by fingerprints of their contractions. A stretch
-that repeats back to back is cut into its repeats, what stands before and behind is
-looked at again, and a repeat that begins anew within itself (an attention block
-before every feed-forward block, dense or not) is cut there. Equal segments get one
-*kind*: only one segment of each kind needs to be measured.
+Blocks are compared by fingerprints of their contractions. A stretch that repeats back
+to back is cut into its repeats, and the blocks before and behind it are searched again.
+A repeat that contains a repeat, such as an attention block before every feed-forward
+block, is cut there. Equal segments have one *kind*: one segment of each is measured.
 """
 
 from __future__ import annotations
@@ -86,11 +85,10 @@ def find_segments(frame: Frame) -> tuple[Segment, ...]:
 
 
 def open_loops(frame: Frame) -> Frame:
-    """Opens the loops inside of which there are segments to find.
+    """Opens the loops that contain segments.
 
     A scan over microbatches has forward and backward passes of all layers in its body.
-    A scan over layers has the passes of one, each in a loop of its own, and stays
-    closed.
+    A scan over layers has one pass in each of two loops, and stays closed.
     """
     count = len(find_segments(frame))
     tried: set[int] = set()
@@ -118,7 +116,7 @@ def _whole_loops(frame: Frame) -> list[int]:
 
 
 def _units(frame: Frame) -> list[list[int]]:
-    """Runs of blocks that cannot be cut apart: those that share a loop."""
+    """Lists runs of blocks that share a loop, and cannot be cut apart."""
     program = frame.program
     first: dict[int, int] = {}
     reach = list(range(len(frame.blocks)))  # the last block tied to each
@@ -228,10 +226,10 @@ class _Cutter:
         return self.known[low, high, False]
 
     def _cut(self, low: int, high: int, inner: bool) -> list[tuple[int, int]]:
-        """Cuts by what is known; ``inner`` inside of a repeated layer.
+        """Cuts by known cuts; ``inner`` inside of a repeated layer.
 
         Raises:
-            KeyError: of a stretch within, which is to be cut before.
+            KeyError: a stretch within is to be cut before.
         """
         if low >= high:
             return []
@@ -322,9 +320,9 @@ def _restart(
 
 
 def group_readers(frame: Frame) -> list[set[int]]:
-    """For each storage group the blocks that use its parameter, or make its gradient.
+    """Finds the blocks that use each storage group's parameter.
 
-    Those that make the gradient count where none uses the parameter.
+    Without such blocks, those that make its gradient.
     """
     program = frame.program
     readers = []

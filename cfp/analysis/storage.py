@@ -1,8 +1,8 @@
-"""State: which arguments a step updates, and the ops that update them.
+"""State: the arguments that a step updates, and the ops that update them.
 
-A *storage group* is a parameter with its optimizer state and the elementwise ops
-that compute their new values: everything that can be stored and updated in shards
-independently of how the blocks use the parameter (ZeRO, arXiv 1910.02054).
+A *storage group* is a parameter with its optimizer state and the elementwise ops that
+compute their new values. A group can be stored and updated in shards independently of
+the blocks that use the parameter (ZeRO, arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Storage(StrEnum):
     the update sharded further (ZeRO-1). SHARDED: all of it sharded further, gathered
     before use (ZeRO-3, fully sharded data parallel). INNER: the same along the inner
     axes alone, those within a host (HSDP). LARGEST: matrices sharded along their
-    largest dims, however their blocks use them, as people shard them by hand, or along
-    their first where the dims before the largest are as large together; the rest as
+    largest dims, whatever their blocks use, as people shard by hand; along the first
+    dim if the dims before the largest are as large together. The rest is stored as
     used.
     """
 
@@ -54,22 +54,22 @@ class StorageGroup:
     """Arguments that are stored alike.
 
     Attributes:
-        args: argument positions, the parameter first: the one that the rest of the
-            program reads, if any does.
-        outputs: the outputs that carry their new values, aligned with ``args``;
-            None for an argument that is read but not updated.
+        args: argument positions, the parameter first: the argument that the rest of the
+            program reads, if there is one.
+        outputs: the outputs that carry their new values, aligned with ``args``; None
+            for an argument that is read but not updated.
         ops: ids of the top-level update ops.
         gradients: value ids that enter the update from the rest of the program.
-        inner_ops: ids of update ops inside loops and branches, such as those that
-            add up gradients.
-        reads: ids of the ops that bring the parameter to the blocks: casts, and the
-            slices that a loop takes of it.
-        whole_dims: dims of the parameter along which it cannot be stored sharded,
-            because a loop takes its slices there.
-        read_args: those of ``args`` that the rest of the program reads.
-        has_update: whether anything is computed, or kept, that may be sharded further
-            than the parameter is. Of a cache that decoding writes into, and of weights
-            that are handed back, nothing is.
+        inner_ops: ids of update ops inside loops and branches, such as sums of
+            gradients.
+        reads: ids of the ops between the parameter and the blocks: casts, and slices of
+            a loop.
+        whole_dims: dims of the parameter that cannot be sharded, since a loop slices
+            them.
+        read_args: the part of ``args`` that the rest of the program reads.
+        has_update: True if the update computes or keeps a value that may be sharded
+            further than the parameter; False for a cache that decoding writes into, and
+            for weights that are handed back.
     """
 
     index: int
@@ -109,10 +109,10 @@ class _Finder:
         self.members: set[int] = set()
 
     def _find_leads(self, outputs: Set[int]) -> None:
-        """Finds what leads to blocks, but as new state.
+        """Finds the values that lead to blocks, but not as new state.
 
-        What reads the new state, a second update or the next iteration of a loop of
-        updates, does not count: the new state is where an update ends.
+        An update ends at the new state: its readers, a second update or the next
+        iteration of a loop of updates, do not count.
         """
         program, flow = self.program, self.flow
         targets = {
@@ -223,9 +223,9 @@ class _Finder:
         )
 
     def _leads(self, op: Op) -> bool:
-        """True if what an op makes reaches a block, but as new state.
+        """True if an op's result reaches a block, but not as new state.
 
-        What is done with state before a loop that returns it reaches those inside.
+        Ops on state before a loop that returns it reach the blocks inside.
         """
         leads = self.leads if op.parent >= 0 else self.leads_before
         return leads[op.id] != NEVER
@@ -319,9 +319,9 @@ class _Finder:
         entering: list[int],
         shape: tuple[int, ...],
     ) -> set[int]:
-        """Ops that compute norms and means of gradients and state.
+        """Finds ops that compute norms and means of gradients and state.
 
-        They reduce what is stored in shards, and must not gather it first.
+        They reduce sharded values, and must not gather them first.
         """
         program = self.program
         known = {program.args[p] for p in positions} | set(entering)
@@ -519,12 +519,12 @@ def extend_spec(
     *,
     largest: bool = False,
 ) -> Spec:
-    """Shards a tensor over the axes that its spec leaves unused, where one fits.
+    """Shards a tensor over the axes that its spec leaves unused, if one fits.
 
-    Each axis goes to the first dim that it divides, or to the largest, those in
-    ``whole_dims`` apart; those in ``without`` stay unused. If the dims before the
-    largest are as large together, and all axes divide the first, it takes the largest's
-    place: the gradient of what is sharded there is not transposed.
+    Each axis shards the first dim that it divides, or the largest, without
+    ``whole_dims``; axes in ``without`` stay unused. The first dim takes the largest's
+    place if the dims before the largest are as large together and all axes divide it:
+    gradients are not transposed then.
     """
     used = {*without, *(name for names in spec for name in names)}
     dims = [list(names) for names in spec]

@@ -1,15 +1,15 @@
-"""Strategies: for each mesh axis, which factor of its anchor a block shards.
+"""Strategies: for each mesh axis, the factor of its anchor that a block shards.
 
-They follow from sharding rules: to let an op be sharded in another way, give it another
+Strategies follow from sharding rules. To shard an op in another way, give it another
 rule in `cfp.program.read`, which reads Shardy's, or take factors away in
 `cfp.program.corrections`.
 
-A strategy gives each mesh axis an *inner* factor, one that the contractions of the
-block are split along, and, where that factor is contracted, an *exit*: the factor
-of the result that the reduction scatters to (none: an all-reduce). A lookup in a table
-that is split by columns has an exit, too: the rows of the result for which it exchanges
-columns (an all-to-all), so that a table sharded with its state is neither gathered nor
-its gradient reduced.
+A strategy gives each mesh axis an *inner* factor, along which the block's contractions
+are split. A contracted factor also has an *exit*: the factor of the result that the
+reduction scatters to (none: an all-reduce). A lookup in a table that is split by
+columns has an exit, too: the rows of the result for which it exchanges columns (an
+all-to-all). A table sharded with its state is then not gathered, and its gradient not
+reduced.
 """
 
 from __future__ import annotations
@@ -83,11 +83,10 @@ def _looked_up(rule: Rule) -> tuple[set[int], set[int]]:
 
 
 def block_strategies(program: Program, block: Block, mesh: Mesh) -> list[Strategy]:
-    """All strategies of a block: the product of its axes' choices.
+    """Lists all strategies of a block: the product of its axes' choices.
 
-    Combinations in which the axes together do not split a factor are left out, and
-    of combinations that differ only by axes of equal size both stay, since the axes
-    of a mesh may be linked differently.
+    Combinations that do not split a factor are left out. Combinations that differ only
+    by axes of equal size stay, since axes may be linked differently.
     """
     anchor = program.ops[block.anchor]
     rule = anchor.known_rule
@@ -130,9 +129,9 @@ def _scatters_wrongly(rule: Rule, strategy: Strategy) -> bool:
 def _gathers_wrongly(rule: Rule, strategy: Strategy) -> bool:
     """Finds gathers that XLA's partitioner does not compile, on three axes or more.
 
-    Where one axis shards the indices, another the dim that is indexed, and the sum over
-    that one scatters to the dim of the indices, it cuts slices of a third sharded dim
-    too large (jaxlib 0.10.2 and 0.12, in plain jax.jit, too).
+    One axis shards the indices, another the indexed dim, and the sum over that dim
+    scatters to the dim of the indices. XLA then cuts slices of a third sharded dim too
+    large (jaxlib 0.10.2 and 0.12, in plain jax.jit, too).
     """
     table, indices = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
     split = {choice.inner for choice in strategy}
@@ -176,9 +175,9 @@ class BlockSharding:
         )
 
     def _ways_before(self, strategy: Strategy, axis: int) -> int:
-        """The number of ways in which earlier axes split dims that an axis splits.
+        """Counts the parts into which earlier axes split dims that an axis splits.
 
-        Such as heads, of which one axis takes groups and the next what is in them.
+        One axis may split heads into groups, and the next the heads of a group.
         """
         choice, ways = strategy[axis], 1
         for (_, size), other in zip(self.mesh[:axis], strategy, strict=False):
@@ -270,8 +269,8 @@ def legal_axes(
 ) -> FactorAxes:
     """Drops axes that an op cannot use.
 
-    That is twice in one op, on a factor that they cannot split, or on one that they
-    would not split in the result, or that only all axes may split together.
+    An axis must not shard two factors of an op, a factor that it cannot split, or a dim
+    of the result that it does not split; some axes may split a factor only together.
     """
     used: set[str] = set()
     found: list[tuple[str, ...]] = [()] * len(wanted)

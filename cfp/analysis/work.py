@@ -26,15 +26,16 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
             first dims; see `cfp.presets.roles.data_arguments`.
 
     Returns:
-        ``model_flops`` of a step, without what the step itself rematerializes;
-        ``narrow_share``, of these in types of 16 bits; ``fp8_share``, of these in FP8,
-        if that was asked for; ``devices_by_hand``, the most
-        devices among which a region that the user sharded by hand splits products;
-        ``batch_samples``, and
-        ``batch_tokens`` where integers of the batch look up several rows of a table
-        of parameters for each sample; ``uncounted_loops``, the number of loops with
-        products of which one iteration is counted, since the program does not say how
-        many there are. Absent is what is not known.
+        ``model_flops`` of a step, without rematerialization by the step itself;
+        ``narrow_share``, the part in types of 16 bits; ``fp8_share``, the part in FP8;
+        ``devices_by_hand``, the largest number of devices in a region that the user
+        sharded
+        by hand; ``batch_samples``, and ``batch_tokens`` if integers of the batch look
+        up
+        several rows of a table of parameters for each sample; ``uncounted_loops``, the
+        number of loops with products and of unknown length, of which one iteration
+        counts.
+        Unknown counts are absent.
     """
     program = frame.program
     flops = program_flops(program) - rematerialized_flops(program, frame.blocks)
@@ -66,11 +67,11 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
 def _samples(program: Program, v: int, others: Set[tuple[int, ...]]) -> int:
     """Counts the samples of an argument: rows, or rows of all microbatches.
 
-    A loop takes one microbatch after another, and carries nothing with its rows, as it
-    does from one time step to the next.
+    A loop over microbatches carries no value with their rows; a loop over time steps
+    does.
 
     Args:
-        others: shapes of what is no data, such as sums of gradients.
+        others: shapes of values that are no data, such as sums of gradients.
     """
     first, *rest = program.shape(v)
     readers = [*Flow(program).readers(v)]
@@ -89,9 +90,9 @@ def _samples(program: Program, v: int, others: Set[tuple[int, ...]]) -> int:
 
 
 def uncounted_loops(program: Program) -> list[Op]:
-    """Lists loops with products whose number of iterations the program does not say.
+    """Lists loops with products whose number of iterations is unknown.
 
-    Others, such as those that draw random numbers, take next to no time.
+    Loops without products, such as for random numbers, take next to no time.
     """
     return [op for op in program.ops if op.uncounted and _is_long(program, op)]
 
@@ -115,10 +116,10 @@ def _is_long(program: Program, op: Op) -> bool:
 def _looked_up(
     program: Program, rows: Iterable[int], tables: Iterable[int]
 ) -> Iterator[int]:
-    """Yields how many rows of a table each lookup takes in one step.
+    """Yields the number of table rows that each lookup takes in one step.
 
-    Integers index much else: edges their nodes, a sparse array its places, labels what
-    is computed. Tokens, of two dims or more, look up rows of an argument.
+    Only tokens count: integers of two dims or more that look up rows of an argument.
+    Other integers index edges' nodes, places of a sparse array, or labels.
     """
     values, flow = program.values, Flow(program)
 

@@ -1,11 +1,11 @@
-"""Checks a plan's steps against the same steps as they are written.
+"""Checks a plan's steps against the same steps as written.
 
-These run on one device, or, where it has no room for them, sharded in another way
-(:mod:`cfp.checking.reference`). Both compute in float32 where the step computes in
-less, with the highest precision of matrix products: what is left to differ is the order
-of sums in float32. It is measured, not guessed: the reference runs every step again,
-from arguments that differ in their last bit. Where the plan's kernels compute in less,
-the plan's step does, with the last bits of what they read and return moved, too.
+The reference runs on one device, or sharded in another way (:mod:`cfp.checking.
+reference`). Both sides compute in float32 at least, with the highest precision of
+matrix products, so that only the order of sums differs. The check measures the effect
+of rounding: the reference runs every step again from arguments that differ in their
+last bit. If the plan's kernels compute in less than float32, the plan's step runs again
+with the last bits of their operands and results moved.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class Leaf:
     """A leaf of a step's results under a plan, beside the reference's.
 
     Attributes:
-        relative_l2: distance from the reference's, relative to its norm, as the others.
-        size: L2 norm under the plan; what is not finite counts as 0.
-        rounding: distance of results for arguments whose last bits are others, as a
-            root mean square of several tries: of the reference's, or of the plan's if
-            kernels of it compute in less. 0 where nothing had to be tried.
-        change: distance of the state before the step; 0 for what is no state.
-        norms: L2 norms of the reference, and of the runs that tell what rounding does.
-        tolerance: what always passes in a leaf that steps change enough.
-        margin: how many times what rounding does is allowed.
+        relative_l2: distance to the reference, relative to its norm.
+        size: L2 norm under the plan; numbers that are not finite count as 0.
+        rounding: root mean square distance of results for arguments with other last
+            bits, over several tries: of the reference's results, or of the plan's if
+            its kernels compute in less. 0 without tries.
+        change: distance to the state before the step; 0 for results that are no state.
+        norms: L2 norms of the reference, and of the runs with other last bits.
+        tolerance: distance that passes in a leaf that steps change enough.
+        margin: allowed multiple of the effect of rounding.
     """
 
     path: str
@@ -125,11 +125,11 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A step under a plan, and its reference: all leaves, the furthest off first.
+    """A step under a plan and its reference: all leaves, the largest distance first.
 
     Attributes:
-        rounded: what is furthest from the step without FP8, by path: of the state by
-            what the step changes, of all else relative.
+        rounded: the leaves furthest from the step without FP8, by path: state relative
+            to the step's change, other results relative to their norm.
     """
 
     leaves: tuple[Leaf, ...] = ()
@@ -142,9 +142,9 @@ class Comparison:
 
     @property
     def nearest(self) -> Leaf | None:
-        """The leaf nearest to how far off it may be, or furthest beyond.
+        """The leaf nearest to its limit, or furthest beyond.
 
-        Not of those that rounding alone decides.
+        Leaves that rounding alone decides do not count.
         """
         decided = [leaf for leaf in self.leaves if not leaf.is_undecided]
         return max(decided, key=lambda x: x.relative_l2 / x.allowed, default=None)
@@ -279,7 +279,7 @@ class Check:
         return fetch(leaf, device) if is_array else jax.device_put(leaf, device)
 
     def _each(self, change: Callable[[Any], Any]) -> list[Any]:
-        """The arguments with their leaves changed, but for those that are static."""
+        """Changes the leaves of the arguments that are not static."""
         static = {key for key, _ in self.reference.step.step.static}
         return [
             a if i in static else released(jax.tree.map(change, fixed(a)))
@@ -287,7 +287,7 @@ class Check:
         ]
 
     def _before(self, result: Any) -> Any:
-        """A step's result with the state as it was before; the rest as it is."""
+        """Replaces the state in a step's result by the state before the step."""
         for position, place in self.feedback.items():
             if place is None:
                 return self._args[position]
@@ -298,9 +298,9 @@ class Check:
 
 
 def fresh(leaf: jax.Array) -> jax.Array:
-    """An array in a device's memory of its own, in float32 if it is in less.
+    """Copies an array to memory of its own, in float32 at least.
 
-    What is moved alone may share memory with what a step is about to overwrite.
+    A moved array may share memory that a step is about to overwrite.
     """
     return with_dtype(jnp.copy(on_device(leaf)), wide_dtype(leaf.dtype))
 

@@ -1,8 +1,8 @@
-"""The step that a plan's is compared with: as written, in float32.
+"""The reference of a check: the step as written, in float32.
 
-It runs on one device, which shards nothing. Where one device has no room for it, it is
-sharded over all, by a preset that shards its arguments in another way than the plan.
-Where its code names several devices, it runs on all with its arguments whole.
+The reference runs on one device, without sharding. If one device has no room, a preset
+shards it over all devices, in another way than the plan. If the step's code names
+several devices, it runs on all of them with whole arguments.
 """
 
 from __future__ import annotations
@@ -52,11 +52,9 @@ class Reference:
     """A compiled step to compare a plan's with.
 
     Attributes:
-        step: in float32, or in float64 what computes in that.
-        preset: what shards it over the plan's devices, or `AS_WRITTEN`; "" where it
-            runs on one.
-        unrounded: the same without the precision that was asked for; None where none
-            was, or where the reference does not run on one device.
+        step: in float32, or in float64 if the step computes so.
+        preset: preset of its shardings, or `AS_WRITTEN`; "" on one device.
+        unrounded: the same step without FP8; None without FP8, or on several devices.
     """
 
     step: CompiledStep
@@ -72,10 +70,11 @@ def reference_text(preset: str) -> str:
 
 
 def needed_bytes(planned: CompiledStep, reference: CompiledStep) -> int | None:
-    """Memory of a device that the larger program takes, if both say.
+    """Computes the memory of a device for the larger program, if both are known.
 
-    One runs after the other, with its arguments, and results beside donated ones. The
-    other's are in the host's memory, or, with several processes, on the devices.
+    The programs run one after the other, with arguments, and results beside donated
+    ones. Arrays of the other program are in host memory, or on the devices of several
+    processes.
     """
     found = (step.compiled.memory_analysis() for step in (planned, reference))
     sizes = [size for size in found if size is not None]
@@ -107,13 +106,13 @@ def both_sides(
 ) -> tuple[CompiledStep, Reference]:
     """Compiles a plan's step, with the plan's compiler options, and its reference.
 
-    Both compute in float32, or in float64 what does so anyway.
+    Both compute in float32, or in float64 if the step does.
 
     Args:
         plan: bound to its step, on its mesh.
-        compiled: its step as it is, if it is there: the plan's side where it computes
-            in no less than float32, with precise products.
-        tell: called with what is being done, where that is more than usual.
+        compiled: the plan's step if it computes in float32 at least, with precise
+            products.
+        tell: called with a text about long work.
         agree: makes an answer the same in all processes of the mesh.
 
     Raises:
@@ -157,11 +156,11 @@ def both_sides(
 
 
 def _references(plan: Plan) -> Iterator[tuple[str, Callable[[], LoweredStep]]]:
-    """Yields the names of references, and what lowers each, as they are to be tried.
+    """Yields names of references with functions that lower them, in order.
 
-    The step on one device comes first, or as written on those that its code names. Then
-    come presets that shard the arguments in another way: first those that do so with
-    most of these, and of them what needs the least memory.
+    First the step on one device, or as written on the devices that its code names. Then
+    presets with other shardings of the arguments: the most different first, and among
+    equals those of least memory.
     """
     step, mesh = plan.step, plan.mesh
     assert step is not None and mesh is not None

@@ -39,9 +39,9 @@ class SiteCheck:
     """The comparison of one replaced part.
 
     Attributes:
-        source: the line that the part is from.
-        off: the largest error, as a share of what rounding may explain.
-        reason: why the part was not compared; "" if it was.
+        source: source line of the part.
+        off: the largest error, as a share of the allowed one.
+        reason: reason why the part was not compared; "" if it was.
     """
 
     name: str
@@ -67,8 +67,8 @@ def check_sites(
 ) -> list[SiteCheck]:
     """Compares the replaced parts of a plan: results and gradients.
 
-    Numbers are drawn small and usual, masks of bools with few and with most keys, and
-    what the program makes of constants is as the program makes it.
+    Numbers are small or usual, masks have few or most keys. Values that the program
+    computes from constants are as in the program.
     """
     known: dict[str, SiteCheck] = {}
     for one in constraints.replaced:
@@ -179,10 +179,11 @@ def _worst(
     written: list[jax.Array],
     made: list[jax.Array],
 ) -> jax.Array:
-    """The largest error of what is made, as a share of what it may be.
+    """Computes the largest error of results, as a share of the allowed one.
 
-    For each row that is twice what the step as written is off, there and as a rule, and
-    what a kernel rounds; along all that is true, where errors average out, it is one.
+    Each row may be off by twice the error of the step as written, in that row or as a
+    rule, plus a kernel's rounding. Along all true values errors average out, and may be
+    as large as that error once.
     """
     found = [jnp.zeros(())]
     for true, own, other in zip(truth, written, made, strict=True):

@@ -34,12 +34,12 @@ from cfp.targets import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One step.
+    """Result of one step.
 
     Attributes:
-        time_ms: from the call until everything is computed.
-        metrics: the scalars that it returned, by path, apart from the state.
-        comparison: with the reference, if checked.
+        time_ms: from the call until all results are computed.
+        metrics: returned scalars by path, without the state.
+        comparison: comparison with the reference, if checked.
     """
 
     time_ms: float
@@ -49,20 +49,19 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Some steps under a plan.
+    """Results of some steps under a plan.
 
     Attributes:
-        tolerance: what a checked step may differ by.
-        checked: whether they were compared with a reference.
-        preset: what sharded the reference, as :class:`Reference` says it; "" where it
-            ran on one device.
-        rematerialized: how many instructions the compiler rematerializes by itself, in
-            the step and, if checked, in what was compared; None where a program has no
+        tolerance: relative L2 distance that passes in a checked step.
+        checked: True if the steps were compared with a reference.
+        preset: the reference's preset, as in :class:`Reference`; "" on one device.
+        rematerialized: number of instructions that the compiler rematerializes in the
+            step and, if checked, in the compared programs; None for programs without a
             text.
-        narrow: whether kernels of it compute in less than float32.
+        narrow: True if kernels of the plan compute in less than float32.
         state: names of arguments by the places of the results that replace them; "" is
-            all of the result.
-        drawn: whether arguments were random numbers, since only shapes are known.
+            the whole result.
+        drawn: True if arguments were random numbers.
     """
 
     steps: tuple[StepResult, ...]
@@ -101,7 +100,7 @@ class Trial:
 
     @property
     def undecided(self) -> set[str]:
-        """Leaves of which only the size is compared."""
+        """Leaves of which only the norm is compared."""
         return {leaf.path for leaf in self.every.leaves if leaf.is_undecided}
 
 
@@ -120,25 +119,21 @@ def run_trial(
 ) -> Trial:
     """Runs a target under a plan.
 
-    What the step returns in the structure of one of its arguments is its state, and
-    goes back in. All other arguments stay the same from step to step.
+    A result in the structure of an argument is the state, and goes back in. All other
+    arguments stay the same from step to step.
 
     Args:
-        check: run the same steps in float32, too (in float64 what computes in that),
-            under the plan and on one device, or sharded by a preset where one device
-            has no room, or on all where its code names several, and compare metrics
-            and state.
-        tolerance: relative L2 distance that always passes; by default 1e-5, 1e-12 where
-            all is computed in float64, and 1e-2 where kernels from elsewhere compute
-            in less than float32. More passes only where rounding explains it, and
-            never a leaf of zeros.
-        progress: called with what is being done.
+        check: True runs the same steps in float32 or float64 under the plan and as a
+            reference, and compares metrics and state.
+        tolerance: relative L2 distance that always passes; by default 1e-5, 1e-12 in
+            float64, and 1e-2 if external kernels compute in less than float32. A larger
+            distance passes only if rounding explains it, and never in a leaf of zeros.
+        progress: called with a text about each phase.
 
     Raises:
-        PlanMismatch: the plan is not for this target.
-        CfpError: the step failed on the devices.
+        PlanMismatch: the plan is for another target.
+        CfpError: the step fails on the devices, or can run only once.
         ProcessError: another process has failed, or is gone.
-        CfpError: it cannot run more than once.
     """
     tell = progress or (lambda _: None)
     meshes = [] if plan.mesh is None else [plan.mesh]

@@ -1,7 +1,7 @@
-"""Arrival: a plan that was made elsewhere, timed on the devices that it is for.
+"""Arrival: times a plan from elsewhere on the devices that it is for.
 
-The plan and the presets are timed in turn. So it is seen how far the prediction was
-off, and whether a preset is faster.
+The plan and the presets take turns. The result is the error of the prediction, and the
+fastest program.
 """
 
 from __future__ import annotations
@@ -120,11 +120,11 @@ def verify(
     """Times a plan and the presets.
 
     Args:
-        seconds: about how long it may take; what is not compiled by then is left out.
+        seconds: time limit; programs that are not compiled by then are left out.
 
     Raises:
         PlanMismatch: the plan is for another step.
-        CfpError: nothing runs.
+        CfpError: no program runs.
     """
     started = time.monotonic()
     program, environment = (
@@ -215,10 +215,10 @@ def _others(mine: RaceProgram, analysis: Analysis, environment: Parts) -> list:
 def _program(
     plan: Plan, analysis: Analysis, mesh: Mesh, environment: Parts
 ) -> RaceProgram:
-    """The whole program under a plan from elsewhere, of which no choice is known.
+    """Makes the whole program under a plan from elsewhere, without its choice.
 
     Raises:
-        PlanMismatch: a kernel of the plan's cannot compute what it is to replace.
+        PlanMismatch: a kernel of the plan cannot compute its part.
     """
     frame = analysis.frame
     any_choice = next(iter(presets(frame).values()))

@@ -1,4 +1,4 @@
-"""The parts of a plan, and conversions of other values to and from JSON."""
+"""The parts of a plan, and checks of the step that uses it."""
 
 from __future__ import annotations
 

@@ -84,6 +84,33 @@ def check_keywords(
         )
 
 
+def check_positions(
+    parameters: Sequence[str],
+    passed: Mapping[int | str, Any],
+    option: str,
+    numbers: int | Sequence[int],
+) -> None:
+    """Refuses positions that a call has no argument at.
+
+    Raises:
+        StepNotTraceable: there is one.
+    """
+    count = sum(isinstance(key, int) for key in passed)
+    known = {*passed}
+    if option == "static_argnums":  # What has a default may be left out.
+        known.update(range(len(parameters)))
+    absent = [
+        number
+        for number in sequence(numbers, int)
+        if not chosen(parameters, count, number, ()) & known
+    ]
+    if absent:
+        raise StepNotTraceable(
+            f"{option} names positions {absent}, but the call has {count} "
+            "positional arguments."
+        )
+
+
 def check_hashable(key: int | str, value: Any) -> None:
     try:
         hash(value)

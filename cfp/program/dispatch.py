@@ -124,22 +124,15 @@ class _Memory(NamedTuple):
         expected: for each argument leaf the array that needs no look.
         kept: for each argument leaf what was passed, if it is still as it was.
         results: what the step returned.
-        feeds: which result each argument leaf was when last looked up, or None.
+        order: where in ``kept + results`` the expected arrays stand.
         foreign: argument leaves that were looked up, and were no results.
-        runs: where in ``kept + results`` the expected arrays stand, in their order.
     """
 
     expected: Sequence[_Expected]
     kept: Sequence[_Expected]
     results: Sequence[_Expected]
-    feeds: Sequence[int | None]
+    order: Sequence[int]
     foreign: frozenset[int]
-    runs: Sequence[slice]
-
-    @property
-    def takes_results(self) -> bool:
-        """True if some argument is to be one of the results."""
-        return len(self.runs) != 1 or self.runs[0].stop > len(self.feeds)
 
 
 class Look(NamedTuple):
@@ -181,9 +174,8 @@ class Dispatch:
             expected=nothing,
             kept=nothing,
             results=(),
-            feeds=(None,) * len(step.avals),
+            order=self._all,
             foreign=frozenset(),
-            runs=(slice(len(step.avals)),),
         )
 
     @cached_property
@@ -260,13 +252,8 @@ class Dispatch:
             for i in placed.changed:
                 kept[i] = ref(placed.leaves[i]) if i in placed.kept else _nothing
         made = [*map(ref, results)]
-        if not placed.changed and not memory.takes_results:
-            self._memory = memory._replace(results=made)
-            return
         known = [*kept, *made]
-        expected: list[_Expected] = []
-        for run in memory.runs:
-            expected += known[run]
+        expected = [*map(known.__getitem__, memory.order)]
         self._memory = memory._replace(expected=expected, kept=kept, results=made)
 
     def _placed(self, i: int, leaf: Any) -> jax.Array:
@@ -301,11 +288,11 @@ class Dispatch:
         results = memory.results
         if memory.foreign.issuperset(new) and 4 * len(new) <= len(results):
             return memory, new
-        place = {id(one()): j for j, one in enumerate(results)}
-        feeds, foreign, strange = list(memory.feeds), set(memory.foreign), []
+        order, foreign, strange = list(memory.order), set(memory.foreign), []
+        place = {id(one()): j for j, one in enumerate(results, len(order))}
         for i in new:
-            feeds[i] = None
-        taken = set(feeds)
+            order[i] = i
+        taken = set(order)
         for i in new:
             j = place.get(id(look.leaves[i])) if i in there else None
             if j is None or j in taken:
@@ -313,24 +300,10 @@ class Dispatch:
                 if not self._step.donated[i]:
                     foreign.add(i)
             else:
-                feeds[i] = j
+                order[i] = j
                 taken.add(j)
                 foreign.discard(i)
-        count = len(feeds)
-        runs = _runs([i if j is None else count + j for i, j in enumerate(feeds)])
-        known = memory._replace(feeds=feeds, foreign=frozenset(foreign), runs=runs)
-        return known, strange
-
-
-def _runs(places: Sequence[int]) -> list[slice]:
-    """Places in a list, as slices of it."""
-    runs: list[slice] = []
-    for place in places:
-        if runs and runs[-1].stop == place:
-            runs[-1] = slice(runs[-1].start, place + 1)
-        else:
-            runs.append(slice(place, place + 1))
-    return runs
+        return memory._replace(order=order, foreign=frozenset(foreign)), strange
 
 
 def _put(

@@ -47,12 +47,12 @@ from cfp.program.calling import (
     by_position,
     check_hashable,
     check_names,
+    check_positions,
     chosen,
     dynamic_part,
     fixed,
     parameter_names,
     released,
-    sequence,
 )
 from cfp.program.graph import Program
 from cfp.program.jaxprs import do_the_same
@@ -487,51 +487,29 @@ def flatten_step(
     passed = {**dict(enumerate(args)), **kwargs}
     check_names(fn, "static_argnames", static_argnames)
     check_names(fn, "donate_argnames", donate_argnames)
+    check_positions(parameters, passed, "static_argnums", static_argnums)
+    check_positions(parameters, passed, "donate_argnums", donate_argnums)
     static_keys = chosen(parameters, len(args), static_argnums, static_argnames)
     static = {key: value for key, value in passed.items() if key in static_keys}
     for key, value in static.items():
         check_hashable(key, value)
     donate = chosen(parameters, len(args), donate_argnums, donate_argnames)
-    # What has a default may be left out, if it is static.
-    known = passed.keys() | set(range(len(parameters)))
-    for option, numbers, there in (
-        ("static_argnums", static_argnums, known),
-        ("donate_argnums", donate_argnums, passed.keys()),
-    ):
-        absent = [
-            number
-            for number in sequence(numbers, int)
-            if not chosen(parameters, len(args), number, ()) & there
-        ]
-        if absent:
-            raise StepNotTraceable(
-                f"{option} names positions {absent}, but the call has {len(args)} "
-                "positional arguments."
-            )
     dynamic = fixed(dynamic_part(args, kwargs, static))
-    in_tree = tree_structure(dynamic)
-    avals, arg_names, donated, examples = [], [], [], []
-    memory_kinds, explicit = [], []
-    for key, name, leaf in _named_leaves(fn, dynamic, static):
-        arg_names.append(name)
-        donated.append(key in donate)
-        avals.append(abstract(leaf, name))
-        _check_width(avals[-1].dtype, name)
-        examples.append(leaf if may_be_given(leaf) else None)
-        memory_kinds.append(memory_kind(leaf))
-        explicit.append(explicit_sharding(leaf))
+    leaves = _named_leaves(fn, dynamic, static)
     step = FlatStep(
         fn,
-        tuple(avals),
-        tuple(donated),
-        tuple(arg_names),
-        in_tree,
-        tuple(static.items()),
-        tuple(examples),
-        tuple(memory_kinds),
-        tuple(explicit),
+        avals=tuple(abstract(leaf, name) for _, name, leaf in leaves),
+        donated=tuple(key in donate for key, _, _ in leaves),
+        arg_names=tuple(name for _, name, _ in leaves),
+        in_tree=tree_structure(dynamic),
+        static=tuple(static.items()),
+        examples=tuple(x if may_be_given(x) else None for _, _, x in leaves),
+        memory_kinds=tuple(memory_kind(leaf) for _, _, leaf in leaves),
+        explicit=tuple(explicit_sharding(leaf) for _, _, leaf in leaves),
         precision=precision,
     )
+    for aval, name in zip(step.avals, step.arg_names, strict=True):
+        _check_width(aval.dtype, name)
     return typed_as_returned(step)
 
 

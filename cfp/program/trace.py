@@ -89,17 +89,30 @@ _INSPECTED = (
     "sharding is chosen yet. Leave the call out, and save the plan: cfp "
     "show PLAN --explain says how the step's blocks are sharded."
 )
-_NEEDS_DEVICES = "require devices to be present"  # Only its op is left as it is.
 _NOR_DOES_JIT = "Plain jax.jit does not, either."
 _FOR_DEVICES_HERE = (
     "It is planned for devices that are not here: for those that are, with mesh= or "
     "--mesh, JAX may lower it."
 )
-_NO_SUCH_OP = "not found for platform cpu"
 _FOR_GPUS = (
     "Virtual CPU devices have no such op: plan for GPUs that are not here, with mesh="
     'cfp.described("4xh100"), or --for 4xh100.'
 )
+# Words of JAX's errors, and what to do about them.
+_ADVICE = {
+    "ordered": _ORDERED,
+    "require devices to be present": _INSPECTED,  # Only its op is left as it is.
+    "incompatible devices": OTHER_DEVICES,
+}
+
+
+def _advice(said: str, of_no_devices: bool) -> str:
+    """Advice on an error of lowering a step."""
+    for words, advice in _ADVICE.items():
+        if words in said.lower():
+            return advice
+    advice = _FOR_DEVICES_HERE if of_no_devices else _NOR_DOES_JIT
+    return f"{advice} {_FOR_GPUS}" if "not found for platform cpu" in said else advice
 
 
 # ------------------------------------------------ functions of the host that are called
@@ -276,25 +289,16 @@ def lower_step(
             )
     except Exception as error:
         # Ops and libraries refuse platforms with errors that have no type in common.
-        advice = _FOR_DEVICES_HERE if of_no_devices else _NOR_DOES_JIT
-        if "ordered" in str(error).lower():
-            advice = _ORDERED
-        elif of_no_devices and _NEEDS_DEVICES in str(error):
-            advice = _INSPECTED
-        elif "incompatible devices" in str(error):
-            advice = OTHER_DEVICES
-        elif _NO_SUCH_OP in str(error):
-            advice = f"{advice} {_FOR_GPUS}"
+        advice = _advice(str(error), of_no_devices)
         raise StepNotTraceable(
             f"JAX does not lower {step.flat_fn.__name__!r} for several devices: "
             f"{type(error).__name__}: {step.with_paths(str(error))}\n{advice}"
         ) from error
     module = shardy.stablehlo(lowered)
-    arguments = shardy.main_block(module).arguments
-    if len(arguments) > len(step.avals):  # tokens that keep the order
+    # Tokens keep the order.
+    if len(shardy.main_block(module).arguments) > len(step.avals):
         raise StepNotTraceable(f"The step has effects in a fixed order. {_ORDERED}")
-    every = shardy.every_op(module)
-    if any(shardy.call_target(op) == "InspectSharding" for op in every):
+    if "InspectSharding" in map(shardy.call_target, shardy.every_op(module)):
         raise StepNotTraceable(_INSPECTED)
     erased, wide = shardy.normalise(module), rewrite_scatters(module)
     products = use_precision(module, step.precision, step.arg_names)

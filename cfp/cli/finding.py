@@ -52,14 +52,14 @@ _ALL = "all"
 
 
 def variants_of(ctx: typer.Context) -> dict[str, Any]:
-    """Returns the variants that a command is to plan, as `plan_fastest` takes them.
+    """Returns the variants that a command plans, as `plan_fastest` takes them.
 
-    Without a mesh or a number of devices that is every mesh of up to two axes of the
-    devices that are there, of which estimates may rule out some; and where none of
-    them fits in memory, the step in several microbatches, if it takes them.
+    Without a mesh or a number of devices these are all meshes of one or two axes of all
+    devices. If none fits in memory, the step in several microbatches follows, if the
+    target takes microbatches.
 
     Raises:
-        CfpError: there is no such target, mesh, platform or number of devices, or the
+        CfpError: the target, mesh, platform or number of devices is unknown, or the
             target does not take these microbatches.
     """
     given = ctx.params
@@ -163,10 +163,7 @@ def _counts(text: str | None) -> list[int | None]:
 
 
 def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
-    """Meshes that were asked for, and whether all others of their devices are, too.
-
-    That is also so where nobody has named a mesh, so that a search chooses it.
-    """
+    """Returns the meshes to compare, and whether the search may choose among all."""
     devices, mesh, texts = given["devices"], given["mesh"], given["mesh_shapes"] or []
     if mesh is not None and texts:
         raise CfpError("Give --mesh for one mesh or --mesh-shapes for more, not both.")

@@ -302,14 +302,13 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 def command(
     *names: str, **own: Option
 ) -> Callable[[Callable[[Any, Any], None]], Callable[..., None]]:
-    """Makes a command of a function.
+    """Makes a command of a function of the context and the options' values.
 
-    It gets the context, and a namespace with the values of these options. Errors end
-    in one message, and an exit code.
+    Errors end in one message, and an exit code.
 
     Args:
-        names: options that several commands have.
-        own: options that it alone has, or has otherwise.
+        names: options that several commands share.
+        own: options of this command alone, or replaced ones.
     """
     options = {name: own.get(name) or OPTIONS[name] for name in names} | own
     ctx = Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context)

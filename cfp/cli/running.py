@@ -158,7 +158,7 @@ def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
 
 
 def _finite(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain data with None for what is infinite or no number, which JSON has not."""
+    """Replaces infinite numbers and NaN by None, for JSON."""
     return {
         name: None if isinstance(x, float) and not isfinite(x) else x
         for name, x in data.items()

@@ -68,12 +68,12 @@ def open_target(
     """Finds a target and its devices.
 
     Args:
-        axes, platform_name: of the devices, if asked for.
-        plan: whose mesh, platform and static arguments it has where none are given.
-        remedy: what to do where the plan's devices are missing.
+        axes, platform_name: of the devices, if given.
+        plan: default for mesh, platform and static arguments.
+        remedy: advice if the plan's devices are missing.
 
     Raises:
-        CfpError: there is no such target, platform or number of devices, or the target
+        CfpError: the target, platform or number of devices is unknown, or the target
             cannot be the plan's step.
     """
     of_plan, kind = plan is not None and axes is None, ""
@@ -104,11 +104,10 @@ def analyse(
     """Traces and analyses a target.
 
     Args:
-        plan: of the step, which says what is donated, and what is in the memory of
-            the host.
+        plan: of the step, with donated arguments and state in host memory.
 
     Raises:
-        CfpError: its step cannot be traced, or the pins or the plan do not fit.
+        CfpError: the step cannot be traced, or the pins or the plan do not fit.
     """
     step = target.flatten()
     if plan is not None:

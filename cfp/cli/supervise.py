@@ -1,12 +1,12 @@
-"""Runs a command that measures in a child process, and goes on when that dies.
+"""Runs a command that measures in a child process, and continues when that dies.
 
-The child owns the devices, so that there is never a second process on them. It notes
-each build and run in the store (`cfp.profiling.in_flight`), with a deadline. The parent
-holds no device: it ends a child that is past a deadline, records why a child died, and
-starts the next, which finds the records in the store.
+The child owns the devices, so that no second process uses them. It notes each build and
+run in the store (`cfp.profiling.in_flight`), with a deadline. The parent ends a child
+past a deadline, records why a child died, and starts the next one, which continues from
+the store.
 
-A child is forked from here, before JAX looks for devices: it need not import anything
-again, and reads nothing of the command line twice.
+The child is forked before JAX looks for devices: it imports nothing again, and does not
+read the command line twice.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Supervision:
     """Permission to run a command in child processes.
 
     Attributes:
-        started: when it was given. What failed since is not tried again, whatever
-            the command says of failures.
+        started: time of the permission. Later failures are not tried again, whatever
+            the options.
     """
 
     started: datetime = field(default_factory=lambda: datetime.now(UTC))

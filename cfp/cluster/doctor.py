@@ -289,7 +289,7 @@ def judged_kernel(kernel: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One row of the table; the remedy is empty unless something is to be done."""
+    """One row of the table, with a remedy for a failure, or ""."""
 
     name: str
     status: str
@@ -369,7 +369,7 @@ CHECKS = (
 
 
 def examine(only: Collection[str] = (), timeout_s: float = 300) -> Iterator[Result]:
-    """Yields the results of checks; those that import JAX have a common time limit."""
+    """Yields results of checks; checks that import JAX share a time limit."""
     checks = [check for check in CHECKS if not only or check.name in only]
     yield from (check.result() for check in checks if check.run in WITHOUT_JAX)
     if not (checks := [check for check in checks if check.run not in WITHOUT_JAX]):

@@ -62,14 +62,13 @@ def gpus_for(
 
 
 class Runner:
-    """Has the devices of one mesh, and plans on them.
+    """Owns the devices of one mesh, and plans on them.
 
-    If it dies, Ray starts it again, and the planning with it, which finds what was
-    measured in its store.
+    If the runner dies, Ray starts it and its planning again, which continues from the
+    store.
 
     Args:
-        planning: what is planned, in a word that no other planning has: the runner's
-            own store, on its host, is named by it.
+        planning: a word of its own for each planning: the name of the runner's store.
     """
 
     def __init__(self, planning: str) -> None:
@@ -101,7 +100,7 @@ class Runner:
 
 
 def _end_if_late(store: ProfileStore, ends: threading.Event) -> None:
-    """Ends this process if something hangs: then it is known what, and what is next."""
+    """Ends this process if a program hangs, which its record then names."""
     while not ends.wait(_LOOK_SECONDS):
         if is_late(store, os.getpid()):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -114,18 +113,17 @@ def plan_on_ray(
     store: Path,
     needs: tuple[str | None, Axes | None],
 ) -> _Result:
-    """Has a runner of a Ray cluster do some planning.
+    """Runs some planning in a runner of a Ray cluster.
 
     Args:
-        work: the planning: called in the runner, with the folder of its store. It is
-            sent there as Ray sends functions.
-        address: of the cluster, as `ray.init` has it ("auto", "host:port"), or
-            "local", which starts one on this machine.
-        store: gets the runner's records in the end.
+        work: the planning: called in the runner, with the folder of its store.
+        address: of the cluster, as for `ray.init` ("auto", "host:port"), or "local",
+            which starts one on this machine.
+        store: receives the runner's records at the end.
         needs: the platform and the axes of the mesh, as in `gpus_for`.
 
     Raises:
-        CfpError: what the planning says, or there is no Ray, no cluster, no such node.
+        CfpError: planning failed, or Ray, the cluster or a suitable node is missing.
     """
     with ProfileStore(store) as kept, connected(address) as ray:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

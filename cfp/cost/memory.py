@@ -230,10 +230,7 @@ def argument_bytes(layout: Layout, position: int) -> int:
 
 
 def accumulated_bytes(layout: Layout, segment: Segment) -> int:
-    """Computes the bytes of a segment's sums over the iterations of an opened loop.
-
-    Gradients of microbatches, for example, are there throughout.
-    """
+    """Computes the bytes of a segment's sums over the iterations of an opened loop."""
     program, inside = layout.frame.program, set(segment.ops)
     return sum(
         value_bytes(layout, result, layout.spec(result))

@@ -1,9 +1,8 @@
 """Kinds of devices and clusters, as data files describe them, and the files' schema.
 
-Every number has its source. What a file specifies is a peak. Of that GPUs reach a
-share, which is known where a file has measured numbers, too; for the other kinds of GPU
-the shares of the measured one are expected. Of TPUs nothing was measured: their
-published rates are taken as they are.
+Every number has its source. A specified rate is a peak. GPUs reach a share of it: the
+share of the measured kind is assumed for the others. No TPU was measured, and their
+published rates count in full.
 """
 
 from __future__ import annotations
@@ -87,12 +86,13 @@ class DeviceKind(_Table):
     """A kind of device, or a cluster of some.
 
     Attributes:
-        hosts, devices_per_host: of a cluster; of a kind what a host holds at most.
-        measured: rates that were measured, of those that are specified.
-        link_gb_per_s: of TPUs what one link sends one way; each dim of a slice has two.
+        hosts, devices_per_host: of a cluster; for a kind, the most devices of a host.
+        measured: measured rates, beside the specified ones.
+        link_gb_per_s: of TPUs the rate of one link in one direction; each dim of a
+            slice has two links.
         link_latency_us: of TPUs the time from a device to its neighbour.
-        target_config: of GPUs what XLA's compiler has to know, in its own format.
-        torus_dims: of TPUs the dims of a slice; 0 of devices that have no torus.
+        target_config: of GPUs the description for XLA's compiler, in its own format.
+        torus_dims: of TPUs the number of dims of a slice; 0 without a torus.
         torus_ring: a slice's dim of a multiple of this closes to a ring.
     """
 
@@ -138,7 +138,7 @@ class DeviceKind(_Table):
         return getattr(self, name).value
 
     def expected(self, name: str) -> float:
-        """A rate that programs reach: measured, or a share of what is specified."""
+        """Returns a rate that programs reach: measured, or a share of the specified."""
         own: Number = self.measured.get(name) or getattr(self, name)
         if own.basis == "measured" or self.torus_dims:
             return own.value
@@ -147,9 +147,10 @@ class DeviceKind(_Table):
 
     @property
     def link_times(self) -> tuple[int, Mapping[str, Curve]]:
-        """Devices of a host, and times of collectives among them, by kind.
+        """Returns the devices of a host, and times of their collectives, by kind.
 
-        They are its own, or the measured kind's at the bandwidth of its own links.
+        The times are measured, or the measured kind's at the bandwidth of the own
+        links.
         """
         if self.curves is not None:
             return self.curves.devices, self.curves.times
@@ -203,7 +204,7 @@ def read(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
 
 
 def _shipped(name: str) -> tuple[str, dict[str, Any]]:
-    """The file's name of a shipped kind, and what is in it."""
+    """Returns a shipped kind's file name and contents."""
     known = kinds()
     if name.lower() not in known:
         raise CfpError(
@@ -228,17 +229,17 @@ def kinds() -> Mapping[str, str]:
 
 @cache
 def kind(name: str) -> DeviceKind:
-    """A shipped kind, by its name.
+    """Returns a shipped kind by its name.
 
     Raises:
-        CfpError: there is none of that name.
+        CfpError: the name is unknown.
     """
     return read({"kind": name}, name, name)
 
 
 @cache
 def kind_of(device_kind: str) -> DeviceKind | None:
-    """A shipped kind, by JAX's name of it; None if there is none of that name."""
+    """Returns a shipped kind by JAX's name for it, or None."""
     shipped = map(kind, sorted({*kinds().values()}))
     return next((one for one in shipped if one.device_kind == device_kind), None)
 

@@ -1,7 +1,7 @@
 """Compiles programs for described devices, each in a child process with a time limit.
 
-XLA's compilers for TPUs and for GPUs compile for a topology, without its devices. They
-may abort; then the child alone ends.
+XLA's compilers for TPUs and GPUs compile for a topology, without its devices. If they
+abort, only the child ends.
 """
 
 from __future__ import annotations

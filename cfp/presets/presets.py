@@ -1,14 +1,13 @@
 """The presets: classic strategies, as choices for any program.
 
-None of them knows a model: each mesh axis plays a role (:mod:`cfp.presets.roles`).
+No preset knows a model: each mesh axis plays a role (:mod:`cfp.presets.roles`).
 
-The compiler's own propagation makes choices, too, of sharded arguments. A person who
-shards by hand gives each parameter its largest dim, and the batch to the tokens and to
-the activations; the rest is propagation's. What comes of that mixes strategies: of a
-wide MLP the weights are larger than the activations, so that they stay where they are,
-and attention's are gathered. Shardy is asked, and what it says of each block's anchor
-is read back as the block's strategy, so that its parts are measured and mixed like any
-other.
+The compiler's propagation makes choices, too, from sharded arguments. A person who
+shards by hand gives each parameter its largest dim, and the batch to tokens and
+activations. Propagation then mixes strategies: the weights of a wide MLP are larger
+than the activations and stay in place, while attention's are gathered. cfp reads
+Shardy's result at each block's anchor as the block's strategy, and measures its parts
+like others.
 """
 
 from __future__ import annotations
@@ -117,9 +116,9 @@ def _add(found: dict[str, Choice], name: str, choice: Choice) -> None:
 
 
 def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
-    """The choice in which each mesh axis plays one role, with all state stored so.
+    """Makes the choice in which each mesh axis plays one role, with one storage.
 
-    Where a step has no update, there is none to shard: its state is as used.
+    A step without an update has no state to shard: its parameters are stored as used.
     """
     storage = frame.effective(storage, frame.groups)
     axes = zip(frame.mesh, roles, strict=True)
@@ -264,10 +263,11 @@ def _factors(rule: Rule, dims: Dims, spec: Spec, axis: str) -> list[int]:
 def _axis_choice(
     rule: Rule, size: int, operands: list[list[int]], result: list[int]
 ) -> AxisChoice:
-    """Derives an axis's effect on an op from the factors that it shards.
+    """Derives an axis's role in an op from the factors that it shards.
 
-    It splits a factor of the result that comes sharded so, or else one that is summed
-    over, scattered as the result is sharded; or whatever is sharded of the operands.
+    The axis splits a factor of the result that arrives sharded; otherwise a factor that
+    is summed over, scattered as the result is sharded; otherwise any sharded factor of
+    the operands.
     """
     arriving = [factor for factors in operands for factor in factors]
     summed = sorted({f for f in arriving if f in rule.reduction}, key=arriving.count)

@@ -177,10 +177,10 @@ def _is_key(value: Value) -> bool:
 
 @searched_once
 def made_of_parameters(frame: Frame) -> list[bool]:
-    """For each value whether it is made of parameters alone, and of single numbers.
+    """Finds for each value whether it is made of parameters and single numbers alone.
 
-    A number that is not known before the step runs, such as the scale of a quantized
-    weight, of a loss, or of an iteration, makes no weight into anything else.
+    A number that is unknown before the step runs, such as a scale of quantized weights,
+    of a loss, or of an iteration, keeps a weight a weight.
     """
     program: Program = frame.program
     is_number = [not value.shape for value in program.values]
@@ -217,7 +217,7 @@ def _exceeds(rule: Rule, factor: int, size: int) -> bool:
 
 
 def in_result(rule: Rule) -> list[int]:
-    """Those of the first result's dims, in their order."""
+    """Selects the first result's dims, in their order."""
     return [f for f in map(rule.major, rule.results[0]) if f is not None]
 
 
@@ -295,10 +295,10 @@ def _walked(common: _Common, dim: int) -> list[AxisChoice]:
 
 
 def _drawn_rows(common: _Common, dim: int) -> dict[int, int]:
-    """The dims of what the step draws to multiply it with weights, or to pick rows by.
+    """Finds dims of values that the step draws to multiply with weights, or as rows.
 
-    Such as the noise of a generator, or the places of a replay buffer that are learned
-    from: made of random keys, with or without numbers and weights, and of no data.
+    Examples are a generator's noise, and places of a replay buffer: made of random
+    keys, with or without numbers and weights, and without data.
     """
     program, weight = common.frame.program, common.weight
     anchors = {block.anchor for block in common.frame.blocks}
@@ -390,16 +390,16 @@ def _computed(frame: Frame) -> set[int]:
 
 
 class _Walk:
-    """One axis's way through a program: which dims it has sharded so far.
+    """One axis's way through a program, with the dims that it has sharded so far.
 
     Attributes:
-        choices: what it does in each block.
+        choices: the axis's role in each block.
         marked: for each value its dims that carry the axis.
-        taken: sizes of marked dims of which loops take one slice after another, and
-            nothing that is marked stays.
-        by_minor: anchors with weights that are sharded by columns of which more major
-            ones could not be, or by the only ones.
-        unfit: those of them whose results a later contraction wants otherwise.
+        taken: sizes of marked dims that loops slice without a further marked dim.
+        by_minor: anchors with weights sharded by columns whose more major columns could
+            not be, or were not there.
+        unfit: those anchors whose results a later contraction needs in another
+            sharding.
     """
 
     def __init__(
@@ -520,10 +520,9 @@ class _Walk:
         return {f: rank for f, rank in found.items() if f not in rule.closed}
 
     def _summed(self, op: Op, rule: Rule) -> Ranks:
-        """The factors of the batch that a contraction sums over: all sides have it.
+        """Returns the factors of the batch that a contraction sums over, on all sides.
 
-        What only one of two sides has is a feature, as of single rows that a loop goes
-        over.
+        A factor on one side only is a feature, as of single rows in a loop.
         """
         if not is_contraction(op):
             return _NOTHING
@@ -677,9 +676,9 @@ class _Walk:
         return next(firm, NONE) if any(gives_way) else NONE
 
     def _note_unfit(self, op: Op, rule: Rule, factor: int) -> None:
-        """Notes anchors whose columns make operands that come sharded otherwise.
+        """Notes anchors whose columns make operands that arrive in another sharding.
 
-        Or whole, as behind a rotation of what came sharded by a head's features.
+        A whole operand counts, too, as behind a rotation of features of a head.
         """
         for index, value in enumerate(op.operands):
             if factor not in self._arriving(op, rule, index):

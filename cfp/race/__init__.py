@@ -1,4 +1,4 @@
 """Whole programs, compiled and timed in turn: the fastest that fits is the plan.
 
-What races follows from :mod:`cfp.race.admission`; :mod:`cfp.race.race` tells the story.
+:mod:`cfp.race.race` tells the story; :mod:`cfp.race.admission` has the rules.
 """

@@ -125,10 +125,11 @@ def within_reach(
     """Finds candidates that may be faster than the best, or race anyway.
 
     Args:
-        candidates: what there is; without a prediction each may be faster.
-        however_slow: keys of those that race however slow they are.
-        reach: how many times as long as the best a candidate may take.
-        fitting: what is known to fit; the best is of these, or of the candidates.
+        candidates: all candidates; without a prediction each may be faster.
+        however_slow: keys of candidates that race at any predicted time.
+        reach: limit of predicted time, as a multiple of the best's.
+        fitting: candidates known to fit; the best is one of these, or of all
+            candidates.
     """
     best_ms = min(map(expected_ms, fitting or candidates), default=float("inf"))
 
@@ -174,13 +175,11 @@ class _Admission:
     """Candidates on their way to the race.
 
     Attributes:
-        memory: what they have to fit into, if a budget was asked for.
-        exempt_from_refusals: keys of what is compiled as it is, however many others
-            do not fit.
-        known_large: choices and levels that were known not to fit, which counts for
-            nothing.
-        found: what was compiled, or skipped.
-        queue: what is to be compiled.
+        memory: the memory that they must fit in, under a budget.
+        exempt_from_refusals: keys of candidates that are compiled in spite of refusals.
+        known_large: choices and levels known not to fit, which count as no refusal.
+        found: results of compiled or skipped candidates.
+        queue: candidates to compile.
         limited: choices that are compiled with the memory limit.
     """
 
@@ -200,7 +199,7 @@ class _Admission:
         """Queues a candidate, or skips it.
 
         Args:
-            size: what it needs by prediction; None if it is compiled as it is.
+            size: predicted memory; None to compile the candidate without a check.
         """
         memory, limits = self.memory, {}
         if memory is not None and size is not None:
@@ -228,14 +227,13 @@ class _Admission:
         however_slow: Collection[Any],
         reach: Mapping[ConstraintLevel, float] | None,
     ) -> list[_Ways]:
-        """Selects what is compiled next; nothing if enough is compiled.
+        """Selects the next candidates to compile; none if enough are compiled.
 
-        The plan, and what is known to fit, come first, however many others were
-        refused; then what is near, the best preset before the others: there may be no
-        time for all of them.
+        The plan and candidates known to fit come first, whatever the refusals. Then
+        come near candidates, the best preset first, as time may be too short for all.
 
         Args:
-            however_slow: keys of what is compiled however slow it is.
+            however_slow: keys of candidates to compile at any predicted time.
             reach: as for :func:`compile_until_enough_fit`.
         """
         self.queue.sort(key=lambda ways: expected_ms(ways[0]))
@@ -323,16 +321,16 @@ def compile_until_enough_fit(
 
     Args:
         candidates: the plan first.
-        compile_all: says of some what they need, or why they cannot race.
-        memory: what they have to fit into, if a budget was asked for.
-        size_of: what a candidate needs by prediction, if that is known.
-        reach: how many times as long as the fastest that fits one may take; None if
-            one that fits is enough, without a race.
-        known: keys of what was compiled before and fits.
-        compiled: what was compiled before needs, by key.
-        at_once: programs that compile side by side: where there are fewer, tighter
-            limits are tried beside the loosest.
-        is_over: whether what was compiled by now must do, even if nothing fits.
+        compile_all: compiles some, and returns their memory, or why they cannot race.
+        memory: the memory that they must fit in, under a budget.
+        size_of: predicted memory of a candidate, if known.
+        reach: limit of time, as a multiple of the fastest that fits; None if one that
+            fits is enough, without a race.
+        known: keys of candidates compiled before that fit.
+        compiled: memory of candidates compiled before, by key.
+        at_once: number of programs that compile side by side. With fewer candidates,
+            tighter limits are tried beside the loosest.
+        is_over: True if time is over, so that compiled programs must do.
     """
     # The plan is compiled as it is, and what is known to fit needs no prediction.
     exempt = {*known, *(one.key for one in candidates[:1])}

@@ -38,10 +38,10 @@ _PROPAGATED_LEVELS = {
 def named_candidates(
     named: Mapping[str, Choice], levels: Sequence[ConstraintLevel]
 ) -> list[Candidate]:
-    """Presets at the first level for them, and what propagation makes, at its own.
+    """Makes candidates of presets at their first level, and of propagated choices.
 
     Args:
-        named: choices by name; what is rematerialized says so behind a comma.
+        named: choices by name; rematerialized ones have a suffix behind a comma.
     """
     usual = [level for level in levels if level in _PRESET_LEVELS][:1]
     found = []
@@ -87,10 +87,10 @@ def less_memory(number: int) -> str:
 
 
 def leanest_of(analysis: Analysis, problem: Problem) -> Candidate:
-    """Returns the choice with the least predicted memory, tried if nothing else fits.
+    """Returns the choice of least predicted memory, the last resort.
 
-    Of what needs as little it is the fastest: to rematerialize all of a program that is
-    one segment saves nothing.
+    Among equals it is the fastest: rematerializing a program of one segment saves
+    nothing.
     """
     least = leanest(problem)
     within = replace(problem, budget_bytes=least.memory_bytes)
@@ -157,10 +157,10 @@ def with_kernels(
 def with_preferred_kernels(
     analysis: Analysis, choice: Choice, replacing: Replacing, rates: Rates | None
 ) -> Choice:
-    """A choice as written, with kernels for its attentions, where nothing is searched.
+    """Adds attention kernels to a choice as written, without a search.
 
-    In each segment it has those that are estimated to save most, if any do; where
-    rates are not known, the preferred of those that can compute its attentions.
+    Each segment gets the kernel with the largest estimated gain, if there is a gain. If
+    rates are unknown, it gets the preferred kernel that can compute its attentions.
     """
     costs = Costs(analysis, rates) if rates is not None else None
 

@@ -33,13 +33,13 @@ from cfp.units import waiting_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builder:
-    """Compiles candidate programs, and knows where they are timed.
+    """Compiles candidate programs for the devices of the race.
 
     Attributes:
-        program: the program, of those that have no other.
-        budget_bytes: what a program may need on each device, or None.
-        end: from this moment on (`time.monotonic`) nothing else is begun, once one
-            program is, and none is timed again.
+        program: the program, for candidates without one of their own.
+        budget_bytes: memory of each device that a program may need, or None.
+        end: time (`time.monotonic`) after which no further compile begins, once one
+            has, and no program is timed again.
     """
 
     program: Program
@@ -58,7 +58,7 @@ class Builder:
 
     @property
     def platform(self) -> str:
-        """The platform of what compiles: for described devices this machine."""
+        """Platform of the compiler: for described devices this machine's."""
         is_here = isinstance(self.mesh, Mesh)
         return self.devices.devices.flat[0].platform if is_here else "cpu"
 
@@ -85,13 +85,13 @@ class Builder:
 def compile_programs(
     builder: Builder, programs: Sequence[RaceProgram]
 ) -> list[RaceResult]:
-    """Says which programs fit; none runs.
+    """Compiles programs without running them, and keeps those that fail.
 
-    What was compiled for a race before is known from the store. What is too large, or
-    fails, is kept there.
+    Results of earlier races come from the store. Programs that are too large, or fail,
+    are stored.
 
     Returns:
-        What became of each, in their order: without samples, if it fits.
+        A result for each program, in order; without samples if it fits.
     """
     known = known_records(builder, [one.job.key.digest for one in programs])
     new = [one for one in programs if one.job.key.digest not in known]
@@ -105,10 +105,12 @@ def compile_programs(
 def build_each(
     builder: Builder, programs: Sequence[RaceProgram], in_flight: InFlight
 ) -> dict[str, Built | ProfileRecord]:
-    """Programs that fit, and records of why others do not, by key.
+    """Builds programs side by side, each once.
 
-    They are built side by side, each once. Where time is over, one is begun, if none
-    was before.
+    When time is over, one program is begun if none was before.
+
+    Returns:
+        Programs that fit, and records of the others, by key.
     """
     wanted = {one.job.key.digest: one for one in programs}
     built, most_bytes, threads = builder.built, builder.budget_bytes, builder.at_once
@@ -168,7 +170,7 @@ def results_of(
 
     Args:
         programs: in the order of the results.
-        cached: keys of what the store answered.
+        cached: keys of results from the store.
     """
     found = []
     for one in programs:

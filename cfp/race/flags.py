@@ -47,10 +47,10 @@ def flag_values(
 
 
 def time_flags(builder: Builder, best: RaceResult) -> tuple[tuple[str, float], ...]:
-    """Times a program with each value of its flags, as it is compiled.
+    """Times a compiled program with each value of its flags.
 
     Returns:
-        Step times by flag and value, as far as the store knows them or there is time.
+        Step times by flag and value, from the store or measured while time lasts.
     """
     one, found = best.program, list[tuple[str, float]]()
     built = builder.built.get(one.identity)

@@ -76,9 +76,10 @@ class RaceResult:
     """Result of one program in a race.
 
     Attributes:
-        outcome: the record of what ran or failed; else what became of it.
-        fits: whether what was compiled is within the budget.
-        cached: whether it was answered from the store.
+        outcome: the record of a run or a failure; otherwise the compiled size or a
+            reason.
+        fits: True if the compiled program is within the budget.
+        cached: True if the result is from the store.
     """
 
     program: RaceProgram
@@ -103,7 +104,7 @@ class RaceResult:
 
     @property
     def record(self) -> ProfileRecord | None:
-        """The record of what ran or failed."""
+        """The record of a run or a failure, or None."""
         return self.outcome if isinstance(self.outcome, ProfileRecord) else None
 
     @property
@@ -181,12 +182,13 @@ class RaceRow:
         name: the plan's or the preset's.
         predicted_ms: from the profiles.
         samples_ms: measured step times, all of them.
-        time_ms: their median, or None where it did not run.
-        peak_bytes: memory that the compiled program needs on each device.
-        note: why it did not run, or "".
-        rung: what `predicted_ms` and, where nothing was timed, `peak_bytes` are from,
-            as of a plan.
-        flag_ms: step times of the winner by an argument's value that chooses a branch.
+        time_ms: their median, or None without a run.
+        peak_bytes: memory of the compiled program on each device.
+        note: reason why it did not run, or "".
+        rung: source of `predicted_ms` and, without samples, of `peak_bytes`:
+            "estimated" or "measured", as of a plan.
+        flag_ms: step times of the winner by the value of an argument that selects a
+            branch.
     """
 
     name: Words
@@ -204,13 +206,13 @@ class RaceOutcome:
     """Outcome of a race.
 
     Attributes:
-        solution: what raced.
-        winner: what is to be run; None if nothing fits, or nothing runs.
-        time_ms: its step time, if it was timed.
-        peak_bytes: what it needs on each device, if it was compiled.
-        built: its whole program, if it was compiled just now.
-        rows: what raced, and how it did.
-        results: what was compiled, whether it fits or not.
+        solution: the solution with the candidates.
+        winner: the winning candidate; None if no program fits, or none runs.
+        time_ms: its step time, if timed.
+        peak_bytes: its memory on each device, if compiled.
+        built: its whole program, if just compiled.
+        rows: candidates with their results, as plans keep them.
+        results: results of the compiled programs, whether they fit or not.
         counts: counts and seconds of all passes.
     """
 
@@ -283,13 +285,13 @@ def left_out(candidate: Candidate, why: str) -> RaceRow:
 def kernels_not_timed(
     outcome: RaceOutcome, budget_bytes: int | None
 ) -> dict[SegmentKernels, str]:
-    """Kernels of which no candidate has a time within the budget.
+    """Finds kernels without a timed candidate within the budget.
 
     Args:
-        budget_bytes: what a program may need on each device.
+        budget_bytes: memory of each device that a program may need.
 
     Returns:
-        For each the first reason, as a predicate: ``failed: ...``.
+        The first reason for each, as a predicate: ``failed: ...``.
     """
     choices = {one.name: one.choice for one in outcome.solution.candidates}
     choices |= {one.name: one.candidate.choice for one in outcome.results}

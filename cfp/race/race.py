@@ -2,14 +2,12 @@
 
 Candidates come from the passes before: presets from the profile pass
 (:mod:`cfp.passes.profile`), the best choices by each prediction from the search
-(:mod:`cfp.passes.search`). The race then goes in this order:
+(:mod:`cfp.passes.search`). The order of the race:
 
-candidates  named, at constraint levels             :mod:`cfp.race.candidates`
-remembered  compiled before and known to fit        :mod:`cfp.race.remembered`
-admission   compiled until enough fit               :mod:`cfp.race.admission`
-turns       timed in turn                           :mod:`cfp.race.turns`
-again       the leader with other compiler options, and what is near
-ties        the simplest of the fastest wins
+candidates named, at constraint levels :mod:`cfp.race.candidates` remembered compiled
+before and known to fit :mod:`cfp.race.remembered` admission compiled until enough fit
+:mod:`cfp.race.admission` turns timed in turn :mod:`cfp.race.turns` again the leader
+with other compiler options, and near candidates ties the simplest of the fastest wins
 """
 
 from __future__ import annotations
@@ -198,7 +196,7 @@ class Race:
     ) -> tuple[list[Candidate], ProfileKey | None]:
         """Finds earlier choices known to fit, and the key of the race's answer.
 
-        What candidates need that were compiled before is noted.
+        Notes the memory of candidates that were compiled before.
         """
         context, problem = self.context, self.solution.problem
         is_last = self.solution.stage is Stage.SMALLEST

@@ -1,13 +1,13 @@
 """Records of earlier whole programs and outcomes of earlier races.
 
-A prediction of memory is off by a few percent; what a program needs that was compiled
-is known. Under another budget it races, too, if it fits: so a larger budget gives no
-slower plan, and an error names the least that any compiled program needs.
+A prediction of memory is off by a few percent; the memory of a compiled program is
+known. Such a program races under another budget, too, if it fits. So a larger budget
+gives no slower plan, and an error names the least need of all compiled programs.
 
-What is asked for again has the same answer, and nothing runs for it. Only times of one
-race can be compared: what a race measured is kept under the set of its programs and
-its budget, besides a record of each program. Which earlier choices race depends on
-what was compiled meanwhile: those that did are kept with the answer.
+The same question has the same answer, and runs nothing. Only times of one race compare:
+they are stored under the set of its programs and its budget, besides a record of each
+program. The earlier choices in a race depend on programs compiled meanwhile, and are
+stored with the answer.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _turn_ms(record: ProfileRecord) -> float:
 def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Remembered]:
     """Returns the store's records of other choices, the fastest first.
 
-    Failures are left out, but for what was compiled and then refused for its size.
+    Failures are left out, except programs that were compiled and are too large.
 
     Args:
         job: the whole program under any choice, without compiler options.
@@ -193,14 +193,14 @@ def known_to_fit(
     candidates: Sequence[Candidate],
     answer: Answer | None,
 ) -> list[Candidate]:
-    """The fastest choices that were compiled before and fit; if none, the leanest.
+    """Finds the fastest choices that were compiled before and fit, or the leanest.
 
     They race, so that more memory gives no slower plan, and an error names a budget
-    that is known to do (docs/decisions.md, "Compiled programs are remembered").
+    that is enough (docs/decisions.md, "Compiled programs are remembered").
 
     Args:
-        answer: how the race ended the last time. The same choices race again, which
-            needs no device then, unless something else has been faster since.
+        answer: the last answer of the race. Its choices race again without devices,
+            unless another choice has been faster since.
     """
     assert context.memory is not None, "without a budget nothing remembered is raced"
     budget_bytes = context.memory.budget_bytes
@@ -312,9 +312,9 @@ def keep_race(
     records: Mapping[str, ProfileRecord],
     store: ProfileStore,
 ) -> None:
-    """Keeps what a race of just these programs measured of those that ran.
+    """Stores the measured times of this race's candidates.
 
-    Why others did not is for their own records to say, and so is what was chosen.
+    Failures and the chosen plan have records of their own.
     """
     keys = _keys_among(jobs, budget_bytes)
     kept = [

@@ -1,4 +1,4 @@
-"""The error where nothing fits in memory: what takes it, and what would help."""
+"""The error if no program fits in memory: its largest parts, and remedies."""
 
 from __future__ import annotations
 
@@ -115,11 +115,11 @@ def least_short(
     errors: Mapping[str, MemoryBudgetError],
     late: Sequence[str] = (),
 ) -> MemoryBudgetError:
-    """The error of several variants of which none fits: that of the smallest need.
+    """Returns the error of the variant with the smallest need.
 
     Args:
         errors: by the variants' names.
-        late: variants that there was no time for.
+        late: variants that time was too short for.
     """
     needs = {name: one.smallest_feasible_bytes for name, one in errors.items()}
     best = min(needs, key=needs.__getitem__)

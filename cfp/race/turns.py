@@ -77,23 +77,24 @@ def race_programs(
 ) -> list[RaceResult]:
     """Compiles programs whole and times them in turn, A B C A B C.
 
-    What is far behind after a turn is left out of the next, so that turns go to those
-    between which it is close. Devices whose times decide are warm before the first.
-    Where they become slower, or faster, meanwhile, times of what was left out change as
-    much: nothing wins by having been left out.
-    Programs with one key run once. If all of them are in the store already, from one
-    race, nothing runs; otherwise all run again, because only times of one run compare.
-    A race that was run before with as many turns and the same budget is not run again,
-    even if its programs ran in others since; what failed since is left out. What failed
-    before is not tried again unless asked.
+    A program far behind after a turn is left out of the next. Devices whose times
+    decide are warm before the first turn. If they become slower or faster meanwhile,
+    times of programs that were left out change as much, so that none wins by its
+    absence.
+
+    Programs with one key run once. If all programs of one race are in the store,
+    nothing runs; otherwise all run again, as only times of one run compare. A race with
+    as many turns and the same budget is not run again, even if its programs ran in
+    others since; programs that failed since are left out. Earlier failures are not
+    tried again unless asked.
 
     Args:
-        builder: what compiles them, and where they run.
-        rounds: number of turns; fewer where measured times have told (`_is_told`).
-        looks: at some of them, by identity, as they were just now: these need no other.
+        builder: compiles the programs, for the devices of the race.
+        rounds: largest number of turns (`_is_told` ends them earlier).
+        looks: recent looks at some programs, by identity.
 
     Returns:
-        One result for each program, in their order.
+        One result for each program, in order.
     """
     jobs = {one.job.key.digest: one.job for one in programs}
     store, budget_bytes = builder.store, builder.budget_bytes
@@ -142,7 +143,7 @@ def _run_in_turn(
     rounds: int,
     looks: Mapping[str, ProfileRecord],
 ) -> dict[str, ProfileRecord]:
-    """Runs what was built of some programs in turn; records of all, by key."""
+    """Runs the compiled programs in turn; returns records of all, by key."""
     ready = {d: one for d, one in outcomes.items() if isinstance(one, Built)}
     race = _Turns(
         builder=builder,
@@ -184,15 +185,15 @@ def _run_in_turn(
 
 @dataclass(slots=True, kw_only=True)
 class _Turns:
-    """Programs of a race, and how far their turns are.
+    """Programs of a race, with the progress of their turns.
 
     Attributes:
-        builder: what compiled them, and where they run.
-        records: by key a failure, a look, or what turns took so far.
-        order: keys of those that are timed next.
-        rounds: number of turns, at most.
+        builder: compiles the programs, for the devices of the race.
+        records: by key a failure, a look, or the turns so far.
+        order: keys of the programs in the next turn.
+        rounds: largest number of turns.
         in_turns: records of turns alone, by key.
-        fastest_ms: by the key of what was left out the time of the fastest then.
+        fastest_ms: for a program left out, the time of the fastest then, by key.
     """
 
     builder: Builder
@@ -255,9 +256,9 @@ class _Turns:
                 self.records[digest] = replace(found, key=digest, parts=parts)
 
     def look(self) -> None:
-        """Gives each program a look that had none; in a turn it does not count.
+        """Gives a look to each program without one; looks do not count in turns.
 
-        It is shorter, and comes sooner after another program.
+        A look is shorter than a turn, and comes sooner after another program.
         """
         timing = _timing(self.platform, None)
         for place in range(len(self.order)):
@@ -287,10 +288,10 @@ class _Turns:
         self._drop_failures()
 
     def leave_out(self, stay: float) -> None:
-        """Leaves out of the next turn what is too far behind.
+        """Leaves programs that are too far behind out of the next turn.
 
         Args:
-            stay: what takes more times as long as the fastest is.
+            stay: limit of time, as a multiple of the fastest.
         """
         best_ms = min(map(self._time_ms, self.order))
         far = [d for d in self.order if self._time_ms(d) > stay * best_ms]
@@ -333,10 +334,10 @@ class _Turns:
 
 
 def _timing(platform: str, fastest_ms: float | None) -> TimingOptions:
-    """Returns how to time a turn; or a first look, where no time is known yet.
+    """Returns how to time a turn, or a first look without a known time.
 
     Args:
-        fastest_ms: the fastest step of those in it, or None for a look.
+        fastest_ms: the fastest step of the turn, or None for a look.
     """
     if platform == "cpu":
         return _ON_CPUS
@@ -360,14 +361,14 @@ def _join(before: ProfileRecord | None, found: ProfileRecord) -> ProfileRecord:
 def second_race(
     raced: Sequence[RaceResult], rules: PlatformDefaults
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Selects what races again: the leader, near ties, the best preset.
+    """Selects programs to race again: the leader, near ties, the best preset.
 
     Args:
         raced: the first race.
-        rules: what variants of the leader there are.
+        rules: the variants of the leader.
 
     Returns:
-        Those, and variants of the leader; nothing if there are none.
+        These programs with variants of the leader; empty without variants.
     """
     ran = sorted((one for one in raced if one.ran), key=lambda one: one.time_ms)
     if not ran:
@@ -393,12 +394,12 @@ def second_race(
 def _is_told(samples: Sequence[Sequence[float]]) -> bool:
     """True if turns of several programs suffice to tell the fastest.
 
-    That is after two or more, if every other program is as fast as the fastest,
-    within 1 %, or was slower in each of them.
+    After at least two turns, each other program ties within 1 %, or was slower in each
+    turn.
 
     Args:
-        samples: of each program, one of each turn. Who was left out of a turn has
-            fewer, and nothing is told.
+        samples: one of each turn, by program. A program left out has fewer, and does
+            not count.
     """
     turns = {len(one) for one in samples}
     if len(turns) != 1 or min(turns) < 2:
@@ -418,9 +419,9 @@ class Ranking:
     """Ranking of programs timed in turn, the leader and near ties a second time.
 
     Attributes:
-        leaders: timed again, and variants of them; empty where there was no second
-            race. What won is one of them, if any of them ran.
-        others: those that lost before, at another time.
+        leaders: programs timed again, with variants; empty without a second race. The
+            winner is one of them, if any ran.
+        others: programs that lost before, at another time.
     """
 
     leaders: Sequence[RaceResult]
@@ -438,10 +439,10 @@ class Ranking:
 
     @property
     def ties(self) -> list[RaceResult]:
-        """Returns the fastest result, and those as fast as it.
+        """Returns the fastest result, and those within 1 % of it.
 
-        That is within 1 %, if each has two samples or more. What was timed for a larger
-        budget, and is too large for this one, ties with nothing.
+        Each needs two samples or more. A program timed for a larger budget that is too
+        large for this one ties with none.
         """
         ran = [one for one in self.leaders if one.ran] or [
             one for one in self.others if one.ran
@@ -459,12 +460,10 @@ class Ranking:
 
     @property
     def best(self) -> RaceResult | None:
-        """The simplest of ties.
+        """Returns the simplest of the ties, or None without a run.
 
-        Presets come before plans, then what is constrained less, has fewer compiler
-        options, or took less time.
-
-        None where nothing ran.
+        Presets come before plans, then fewer constraints, fewer compiler options, less
+        time.
         """
 
         def complexity(one: RaceResult) -> tuple[bool, int, int, float]:

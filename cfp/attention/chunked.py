@@ -1,8 +1,8 @@
 """Attention in chunks, written in lax: no score matrix, on any platform.
 
-Two loops go over chunks of queries and of keys, and keep what is needed of the rows so
-far. Chunks that see nothing of each other are left out. Rabe and Staats,
-"Self-attention Does Not Need O(n^2) Memory", 2021; Dao, "FlashAttention-2", 2023.
+Two loops go over chunks of queries and of keys, with running sums of each row. Chunks
+without visible pairs are left out. Rabe and Staats, "Self-attention Does Not Need
+O(n^2) Memory", 2021; Dao, "FlashAttention-2", 2023.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Arrays = tuple[Array, ...]
 
 
 def refusal(problem: AttentionProblem, platform: str) -> str | None:
-    """Refuses what is as large as all scores."""
+    """Returns the reason against values as large as the score matrix, or None."""
     if problem.bias:
         return "it takes no bias or mask of queries by keys, as large as the scores"
     return None

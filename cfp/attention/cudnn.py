@@ -1,9 +1,9 @@
 """cuDNN's flash attention, through `jax.nn.dot_product_attention`.
 
-For a ring, the two kernels that JAX's function is made of are called one by one: the
-forward one gives its log-sum-exp in float32, and the backward one takes that of the
-whole row. They are found in the program that JAX traces for the public function, by
-the names of their operations, so no other module of JAX is used.
+A ring calls the two kernels of JAX's function one by one. The forward kernel returns
+its log-sum-exp in float32, and the backward kernel takes that of the whole row. Their
+operations are found by name in the traced program of the public function, so that no
+other module of JAX is used.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def gradients(
     scores: Scores,
     mask: Mask,
 ) -> tuple[Array, Array, Array]:
-    """Like `plain.gradients`; the mask is causal, or there is none."""
+    """Like `plain.gradients`, with a causal mask or none."""
     call = _find(BACKWARD, q, k, v, scores, mask)
     given = {0: q, 1: k, 2: v, _LSE: lse.swapaxes(1, 2)}
     given |= {_OUT: out.astype(q.dtype), _DOUT: dout.astype(q.dtype)}
@@ -145,7 +145,7 @@ def _find(name: str, q: Array, k: Array, v: Array, scores: Scores, mask: Mask) -
 
 
 def _bind(equation: Any, given: dict[int, Array]) -> Any:
-    """Runs an operation; operands that are not given are those that are not used."""
+    """Runs an operation; unused operands need no value."""
     operands = []
     for place, variable in enumerate(equation.invars):
         if place in given:

@@ -49,19 +49,19 @@ class ScoreMemory(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One implementation.
+    """One implementation of attention.
 
     Attributes:
       name: as in `cfp.attention(..., implementation=name)`.
       scores: the place of the scores.
-      matmul_share: the share of a large matrix product's rate that it reaches, forward
-        and backward, at 4k to 64k tokens; docs/results/attention.md.
-      is_preferred: true if calls that name no implementation try it, in the order of
+      matmul_share: share of a large matrix product's rate, forward and backward, at 4k
+        to 64k tokens; docs/results/attention.md.
+      is_preferred: True if calls without an implementation try it, in the order of
         `KERNELS`; on CPUs such calls take "xla".
-      any_positions: whether blocks may be masked by positions and segments; otherwise
-        they are causal with queries and keys at the same positions, or see all.
-      remedy: what to do where it does not load; "" where it always does, so that
-        `cfp doctor` leaves it out.
+      any_positions: True if positions and segments may mask blocks. Otherwise a block
+        is causal with queries and keys at the same positions, or has no mask.
+      remedy: advice if it does not load; "" for kernels that always load, which `cfp
+        doctor` leaves out.
     """
 
     name: str

@@ -16,18 +16,18 @@ from cfp.attention.problem import AttentionProblem, Mask, Scores, visible
 def attend(
     q: Array, k: Array, v: Array, scores: Scores, mask: Mask, bias: Array | None = None
 ) -> tuple[Array, Array]:
-    """Attention of a block of queries to a block of keys.
+    """Computes attention of a block of queries to a block of keys.
 
     Args:
       q: [batch, query, heads, head_dim].
       k: [batch, key, kv_heads, head_dim].
       v: [batch, key, kv_heads, head_dim].
-      mask: which keys a query sees; one that sees none gets zeros.
-      bias: what is added to the scores, [1 or batch, 1 or heads, query, key].
+      mask: visible keys of each query; a query without any gets zeros.
+      bias: added to the scores, [1 or batch, 1 or heads, query, key].
 
     Returns:
-      (output [batch, query, heads, head_dim] float32; log-sum-exp of the scores
-      [batch, query, heads] float32, -inf where no key is seen).
+      (output [batch, query, heads, head_dim] float32; log-sum-exp of the scores [batch,
+      query, heads] float32, -inf without a visible key).
     """
     found = _scores(q, k, scores, mask, bias)[0]
     top = jnp.max(found, axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""An attention as it is asked for: shapes, mask, scaling and soft cap of the scores.
+"""A problem of attention: shapes, mask, scaling and soft cap of the scores.
 
 Shapes use: batch, query (queries), key (keys), heads.
 """
@@ -45,14 +45,14 @@ class Mask:
       causal: no key behind the query.
       left: no key more than so many positions before the query; None has no bound.
       right: no key more than so many positions behind it; None has no bound.
-      keys: no key at this position or behind: it is padding. None has no padding.
+      keys: keys from this position on are padding; None has no padding.
       query_positions: [query] int32, rising; 0, 1, 2... if None.
       key_positions: [key] int32, rising; 0, 1, 2... if None.
       query_segments: [batch, query] int32, or None: a query sees keys of its own
         segment only.
       key_segments: [batch, key] int32, or None like `query_segments`.
-      key_lengths: [batch] int32: how many keys each sequence has, as cuDNN takes them;
-        others take segments.
+      key_lengths: [batch] int32: number of keys of each sequence, for cuDNN; other
+        kernels take segments.
     """
 
     causal: bool = _static()
@@ -78,7 +78,7 @@ class Mask:
         return None if self.keys is None else jnp.full(batch, self.keys, jnp.int32)
 
     def without_positions(self) -> Mask:
-        """The same mask of queries and keys that all see each other by position."""
+        """The mask of queries and keys that all see each other by position."""
         return replace(
             self,
             causal=False,
@@ -158,18 +158,17 @@ class AttentionProblem:
     Attributes:
       heads: of queries, a multiple of kv_heads.
       kv_heads: of keys and values.
-      causal: whether no key behind the query is seen.
-      left: how many positions back a query sees; None has no bound.
-      right: how many positions ahead; None has no bound.
-      segments: whether tokens have segment ids.
-      hides_keys: whether segments hide keys from all queries, as padding, and do
-        nothing else.
-      bias: whether something is added to the scores, or a mask is of queries by keys.
-      rounds_bias: whether the dtype would round it.
-      rounds_output: whether the step keeps the output in a wider dtype.
+      causal: True hides keys behind the query.
+      left: number of visible positions back; None has no bound.
+      right: number of visible positions ahead; None has no bound.
+      segments: True if tokens have segment ids.
+      hides_keys: True if segments only hide keys from all queries, as padding.
+      bias: True if a term is added to scores, or a mask is of queries by keys.
+      rounds_bias: True if the dtype would round it.
+      rounds_output: True if the step keeps the output in a wider dtype.
       scale: of the products of queries and keys.
       softcap: bound of a score, or None.
-      padded_keys: whether keys at the end are padding.
+      padded_keys: True if keys at the end are padding.
     """
 
     batch: int
@@ -217,7 +216,7 @@ def problem_of(
     bias: Any = None,
     softcap: float | None = None,
 ) -> AttentionProblem:
-    """Checks arguments as they are given, arrays or their shapes and dtypes.
+    """Makes a problem of arguments, arrays or shapes with dtypes.
 
     Raises:
       CfpError: they do not fit together.

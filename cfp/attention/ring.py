@@ -91,9 +91,9 @@ class Rows:
         return lax.dynamic_slice_in_dim(x, self.half * self.count, self.count, dim)
 
     def spread(self, part: Array, fill: float = 0.0) -> Array:
-        """Returns all tokens, along dim 1, where there are only these.
+        """Spreads rows to all tokens along dim 1, zeros elsewhere.
 
-        An elementwise expression, which the compiler makes part of what adds it.
+        An elementwise expression, which the compiler fuses into its reader.
         """
         if self.half is None:
             return part
@@ -232,7 +232,7 @@ class Pieces:
         )
 
     def of_own(self) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-        """The pieces of step 0, those that can as well come last apart."""
+        """Returns the pieces of step 0; pieces that may also come last are apart."""
         pieces, half = self.of_step(0), self.keys // 2
         mask = pieces[0].mask
         if not self.ring.zigzag or not mask.causal or mask.query_positions is not None:

@@ -31,7 +31,7 @@ Given = str | Mapping[str, str] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStrategy:
-    """A role for some axes of a mesh; what has none holds copies.
+    """A role for some axes of a mesh; the others hold copies.
 
     Attributes:
       roles: (axis, role), in the mesh's order.
@@ -113,7 +113,7 @@ class AttentionStrategy:
         return PartitionSpec(batch, self.axes(*_SPREAD) or None), PartitionSpec(batch)
 
     def bias_spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Returns the spec of a bias: its heads are those that a rank has inside."""
+        """Returns the spec of a bias, with the heads of a rank inside."""
         heads = self.axes(HEADS) + self.axes(ULYSSES)
         return PartitionSpec(
             (self.axes(BATCH) or None) if shape[0] > 1 else None,

@@ -42,12 +42,11 @@ class Job(Task):
 
     Attributes:
       part: the ops, from `cfp.program.part.cut_part`.
-      feedback: (input position, output position) pairs: the input is donated, and
-        the output takes its place in the next iteration.
-      choice: of a whole program what its record is to keep beside the figures.
-      kernels: what its kernels follow from. The first of those that have this in common
-        is built before the others, for the compiler to try kernels out; None if the
-        compiler has tried its kernels out for other programs.
+      feedback: (input position, output position) pairs: the input is donated, and the
+        output takes its place in the next iteration.
+      choice: of a whole program, the choice that its record stores.
+      kernels: key of its kernels. The first job of each key is built before the others,
+        so that the compiler tunes kernels once; None if other programs have tuned them.
     """
 
     part: Part
@@ -77,11 +76,11 @@ class Job(Task):
 class BuildEnvironment:
     """Caches of compilers, which speed up the next compile and change no result.
 
-    Compiles in several threads get in each other's way while they tune fusions on one
-    GPU; with a directory of what was tuned they do not.
+    Compiles in several threads slow each other while they tune fusions on one GPU; a
+    directory of tuned fusions prevents that.
 
     Attributes:
-      folder: what they are in, beside a profile store; None keeps nothing.
+      folder: folder of the caches, beside a profile store; None for no caches.
     """
 
     folder: Path | None = None
@@ -107,7 +106,7 @@ class BuildEnvironment:
         return bool(tuned) and not any(one.is_file() for one in tuned.rglob("*"))
 
     def options(self, platform: str) -> dict[str, str]:
-        """Compiler options for a platform: where to keep what was tuned, if at all."""
+        """Returns compiler options for a platform that name the caches."""
         if (tuned := self.autotune_dir(platform)) is None:
             return {}
         make_private_folder(tuned)  # XLA refuses one that is missing.
@@ -116,7 +115,7 @@ class BuildEnvironment:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shared:
-    """The same program in other processes, until nothing here refers to it.
+    """The same program in other processes, while this object lives.
 
     Attributes:
       number: of the job in which they built it.
@@ -127,12 +126,12 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built(CompiledBytes):
-    """A compiled program and what the compiler says about it.
+    """A compiled program with the compiler's figures.
 
     Attributes:
-      compiled: takes and returns flat arrays; None of what a child has compiled.
-      shared: the same in other processes that have devices of the mesh.
-      collectives: what one run sends.
+      compiled: takes and returns flat arrays; None for a program of a child process.
+      shared: the same program in other processes that have devices of the mesh.
+      collectives: collectives of one run.
       build_seconds: tracing, lowering and compiling.
     """
 
@@ -172,8 +171,8 @@ def build(
 ) -> Built | ProfileRecord:
     """Lowers and compiles a job, in all processes that have devices of the mesh.
 
-    May be called in several threads at once: compiling leaves Python to others. What
-    cannot be built is a record.
+    Several threads may call it at once: compiling releases Python's lock. A failure is
+    a record.
     """
     where = program.fingerprint, plain_mesh(mesh), job
     with_others = share_build(mesh, "build", *where)

@@ -134,7 +134,7 @@ class RateProbe:
     def feedback(self) -> tuple[tuple[int, int], ...]:
         """The result is the last input of the next run.
 
-        So nothing is allocated while the clock runs: fresh memory costs a CPU more
+        So no run allocates memory while the clock runs: fresh memory costs a CPU more
         than a collective does.
         """
         return ((len(self.inputs) - 1, 0),)
@@ -238,7 +238,7 @@ def _memory(sizes: ProbeSizes, mesh: Mesh) -> RateProbe:
 
 
 def _floats(local: int, mesh: Mesh) -> InputKind:
-    """So many on each device."""
+    """Makes so many float32 on each device."""
     return InputKind((local * mesh.size,), "float32", (mesh.axis_names,), True)
 
 
@@ -421,7 +421,7 @@ def _run(
 
 
 def _rates(mesh: Mesh, measured: list[tuple[RateProbe, ProfileRecord]]) -> Rates:
-    """Rates from what was measured, with defaults where a single thing failed."""
+    """Computes rates from records, with defaults for single failures."""
     if not any(record.ok for _, record in measured):
         first = measured[0][1]
         raise CfpError(

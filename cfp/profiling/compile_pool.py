@@ -48,10 +48,10 @@ def _cores() -> int:
 class CompilePool:
     """Threads that compile until the pool is closed.
 
-    They have the settings of the thread that made the pool: JAX keeps
-    `with jax.enable_x64(...)` to the thread that said it. A compile cannot be stopped:
-    after an interrupt, or an error, a thread ends what it has begun and begins nothing
-    else, and nothing waits for it.
+    They have the JAX settings of the thread that made the pool, as `with
+    jax.enable_x64(...)` holds for one thread. A compile cannot be stopped: after an
+    interrupt or an error a thread ends its compile and begins no other, and nothing
+    waits for it.
     """
 
     def __init__(self, threads: int) -> None:

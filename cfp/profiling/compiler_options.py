@@ -1,10 +1,9 @@
-"""Compiler options that a file may ask for: by name and value, and no others.
+"""Compiler options that a file may contain, by name and value.
 
-A plan or an exported record that came from elsewhere may hold any option of XLA. Some
-of them write files wherever they say (``xla_dump_to``), load them, or change what a
-program computes (``xla_gpu_enable_fast_min_max`` and the like). So a file is only
-followed where it names an option that is known to change when something is computed or
-how much memory it takes, with a value of the kind that the option has.
+A plan or an exported record from elsewhere may hold any option of XLA. Some options
+write files (``xla_dump_to``), load them, or change results
+(``xla_gpu_enable_fast_min_max``). A file may only name options that are known to change
+the schedule or the memory of a program, with a value of the option's type.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One process of a program leads; the others carry out its jobs in a loop.
 
-All must run the same programs equally often: a collective waits for every device, and
-for ever if one does not come. So process 0 plans as if it were alone. It says each job
-to the others before it does its own part, and reads their answers after it. A job has a
-number; its messages are deleted once all have answered.
+All processes must run the same programs equally often: a collective waits for every
+device, for ever if need be. So process 0 plans as if it were alone. It sends each job
+to the others before its own part, and reads their answers after it. A job has a number;
+its messages are deleted once all have answered.
 """
 
 from __future__ import annotations
@@ -128,12 +128,12 @@ class Coordination:
     def follow(
         self, jobs: Mapping[str, Callable[..., Any]], forget: Callable[[int], object]
     ) -> Any:
-        """Does what the leader says until the end, and returns what that has.
+        """Carries out the leader's jobs until the end, and returns the leader's result.
 
         Args:
-            jobs: take a job's number and arguments, and answer it. They return why a
-                run failed here: soon the leader goes on, or its devices wait for ever.
-            forget: forgets what was built, by number.
+            jobs: functions of a job's number and arguments. They return an answer, or
+                the reason of a failure here, so that the leader does not wait for ever.
+            forget: releases built programs, by number.
         """
         failure = ""
         while True:

@@ -1,7 +1,7 @@
 """Files and folders that only their owner may read or write, and locks on files.
 
-What was measured decides what a compiler is asked for, and file names and programs of a
-user stand in it. So others on the same machine neither read the cache nor write to it.
+Measurements decide compiler options, and contain file names and programs of a user. So
+other users of the machine can neither read the cache nor write to it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def cache_dir() -> Path:
 
 
 def make_private_folder(path: Path) -> None:
-    """Makes a folder, and those above it, if it is missing; one that is there stays.
+    """Makes a folder of mode 0700 if it is missing.
 
-    Those above have the usual mode, as has one that the user made.
+    Missing folders above it get the usual mode; existing folders stay.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=_FOLDER_MODE, exist_ok=True)
@@ -58,10 +58,10 @@ def open_private(path: Path, mode: str) -> IO[Any]:
 
 
 def make_private(path: Path) -> None:
-    """Makes an empty file if there is none, and one that is there the owner's alone.
+    """Makes an empty private file, or makes an existing file private.
 
-    A file that is there is not opened: to close it would end the locks that this
-    process has on it, and SQLite relies on its own.
+    An existing file is not opened: closing it would release this process's locks on it,
+    which SQLite needs.
     """
     try:
         open_private(path, "xb").close()

@@ -60,11 +60,11 @@ def follow(
 
 @dataclass(slots=True)
 class Follower:
-    """A process that follows, with the programs that it has traced, and built.
+    """A process that follows, with its traced and built programs.
 
     Attributes:
-        facts: those that are to be the leader's, too.
-        memory_bytes: of a device; 0 if it does not say.
+        facts: facts that must be equal to the leader's.
+        memory_bytes: of a device; 0 if unknown.
     """
 
     talk: Coordination
@@ -97,7 +97,7 @@ class Follower:
         self.talk.answer(number, program.fingerprint)
 
     def build(self, number: int, fingerprint: str, place: PlainMesh, job: Job) -> None:
-        """Builds a part of a program; answers with why there is none, or None."""
+        """Builds a part of a program; answers with a failure's reason, or None."""
         program, mesh = self.programs[fingerprint], _mesh(place)
 
         def built() -> Built | ProfileRecord:
@@ -132,7 +132,7 @@ class Follower:
         self.built[number] = self.pool.start(label, answered)
 
     def run(self, number: int, what: int, place: PlainMesh, *how: Any) -> str:
-        """Runs what was built for a job; answers with why it failed, or ""."""
+        """Runs the program of a job; answers with a failure's reason, or ""."""
         built = self.built[what].result()
         assert isinstance(built, Built), "the leader runs what all have built"
         kinds, feedback, timing = how

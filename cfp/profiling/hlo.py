@@ -57,18 +57,19 @@ _PAIRS = re.compile(r"source_target_pairs=\{([\d,{}\s]*)\}")
 
 
 def collectives_in(hlo_text: str) -> tuple[Collective, ...]:
-    """The collectives that one run of a program executes.
+    """Lists the collectives that one run of a program executes.
 
-    Those in the body of a loop count as often as the compiler knows it to turn, or
-    once. Of a conditional all branches count, though one of them is taken.
+    Collectives in a loop count as often as the compiler knows the loop to run, or once.
+    All branches of a conditional count, though only one runs.
 
     Args:
       hlo_text: one or several modules, or lines of a computation.
 
     Returns:
-      Collectives of one kind, size and group together, largest first. `bytes` is
-      the larger side's size on one device: of an all-gather the result's, of a
-      reduce-scatter the operand's.
+      Collectives of one kind, size and group together, largest first. `bytes` is the
+      larger
+      side's size on one device: the result of an all-gather, the operand of a
+      reduce-scatter.
     """
     total: Counter[_Sent] = Counter()
     for module in modules_in(_lines_that_count(hlo_text)):
@@ -220,11 +221,11 @@ class Instruction:
     Attributes:
         name: unique in its module.
         shape: of its result, as text.
-        attributes: what follows the operands, without what is quoted.
-        root: whether it is the computation's result.
-        trips: how often a loop turns, as far as the compiler knows; or 1.
-        number: of a parameter, which one it is.
-        config: the backend's configuration of it, as JSON; may be empty.
+        attributes: text behind the operands, without quoted parts.
+        root: True for the computation's result.
+        trips: number of a loop's iterations, if the compiler knows it; or 1.
+        number: number of a parameter.
+        config: the backend's configuration as JSON; may be empty.
     """
 
     name: str

@@ -1,13 +1,12 @@
-"""Jobs that processes are at, as rows of the store, for those that come after a death.
+"""Current jobs of processes, as rows of the store that outlive a process.
 
-A process that dies while it builds or runs something leaves its rows behind. What it
-was running, or else building, is tried again; if a process dies of it for the second
-time, or its parent knows why it died, that is a failure on record, like any other. Of
-several builds it is not known which one a process died of: they are built one at a time
-then. While a process lives, its rows keep others from measuring the same.
+A process that dies while it builds or runs a job leaves its rows. The job that was
+running, or else building, is tried again. A second death, or a known cause of death, is
+a failure on record. If several builds were under way, they are built one at a time.
+Rows of living processes keep others from measuring the same.
 
-A process that holds devices cannot end a run that hangs. It notes that it takes too
-long; where the command line is its parent, that ends it (`cfp.cli.supervise`).
+A process that holds devices cannot end a run that hangs. It notes that the run takes
+too long, and the command line as its parent ends it (`cfp.cli.supervise`).
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Limits:
     build_seconds: float = 1800.0
 
     def seconds(self, doing: Doing, expected_ms: float) -> float | None:
-        """The limit of something; None for waiting, which has none."""
+        """Returns the time limit of an activity; None for waiting."""
         if doing == "run":
             return self.run_seconds + self.run_expected * expected_ms / 1e3
         return self.build_seconds if doing == "build" else None
@@ -65,17 +64,17 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One thing that a process is at, or that one died of.
+    """A current activity of a process, or the last one of a dead process.
 
     Attributes:
-      parts: of the key that its record will have.
-      program: whose it is, by the name of the user's function; "" if of none.
+      parts: of the key of its record.
+      program: name of the user's function; "" without one.
       doing: "build", "run", or "wait": built, and not running yet.
-      since: when this began: ISO 8601, UTC.
-      deadline: when it counts as hung, as of `time.monotonic`, which the processes
-        of a machine share; None if never.
-      overdue: that moment has passed.
-      deaths: how many processes have died of it, maybe.
+      since: start of the activity: ISO 8601, UTC.
+      deadline: time at which it counts as hung, in `time.monotonic`, which the
+        processes of a machine share; None for never.
+      overdue: True after the deadline.
+      deaths: number of processes that may have died of it.
     """
 
     parts: Parts
@@ -291,7 +290,7 @@ class InFlight:
     def doing(
         self, key: ProfileKey, label: str, doing: Doing, expected_ms: float = 0.0
     ) -> Iterator[None]:
-        """Notes something for as long as the body takes; what is claimed waits then."""
+        """Notes an activity while the body runs; claimed jobs wait meanwhile."""
         is_claimed = key.digest in self._mine
         self._set(key, self._begin(key, label, doing, expected_ms))
         try:

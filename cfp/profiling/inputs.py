@@ -1,11 +1,11 @@
 """Makes random arguments for a program, each piece on the device that holds it.
 
 The values affect times. Zeros, and numbers of one sign, take less power than real
-numbers do, so that clocks stay higher, and NaN or infinite values make some kernels
-slower. Token ids below 128 read 128 rows of an embedding, which stay in a cache, and
-its gradient adds up in as few; a real step reads rows from everywhere. So integers that
-pick rows of a tensor range up to the number of its rows, and integers that are compared
-with ``0, 1, 2, ...`` up to the number of these.
+numbers, so that clocks stay higher. NaN and infinite values slow some kernels down.
+Token ids below 128 read 128 rows of an embedding, which stay in a cache, and its
+gradient sums into as few rows; a real step reads rows from everywhere. So integers that
+pick rows of a tensor range over all of its rows, and integers compared with ``0, 1, 2,
+...`` over all of these numbers.
 """
 
 from __future__ import annotations
@@ -167,14 +167,13 @@ def make_inputs(
 ) -> list[jax.Array]:
     """Makes one array for each kind.
 
-    Floats are at most 0.02, so that many layers in a row do not lead out of the
-    numbers, and above zero where logarithms or square roots would. Integers that pick
-    rows lie anywhere among these, others from 0 to 127 (fewer where the type is
-    narrower), a single one is 1; booleans are mixed, a single one is true. What the
-    caller gave a value for has that.
+    Floats are at most 0.02, so that many layers in a row stay finite, and positive for
+    logarithms or square roots. Integers that pick rows lie anywhere among the rows.
+    Others lie between 0 and 127, or less for narrow types, and a single one is 1.
+    Booleans are mixed, a single one is true. Values of the caller take precedence.
 
     Args:
-      kinds: what to make. Equal ones share an array.
+      kinds: types of the arrays. Equal kinds share an array.
       donated: positions that get an array of their own, to be overwritten.
     """
     shared: dict[InputKind, jax.Array] = {}

@@ -1,12 +1,11 @@
-"""Builds and runs jobs: answers from the store what it knows, and measures the rest.
+"""Builds and runs jobs: the store answers known ones, the others are measured.
 
-Building, running and keeping are three things that know nothing of each other. Jobs are
-built in threads, in batches, and run one at a time in the order given: what compiles
-beside a run slows it (docs/decisions.md, "Building does not overlap running").
+Building, running and storing are separate. Threads build jobs in batches. Jobs run one
+at a time in the given order, as a compile beside a run slows it (docs/decisions.md,
+"Building does not overlap running").
 
-What is about to be built or run is noted in the store, so that a process that dies of
-it leaves a record (`cfp.profiling.in_flight`), and so that two processes with one store
-share the work instead of doing it twice.
+Each build and run is noted in the store first. So a process that dies leaves a record
+(`cfp.profiling.in_flight`), and two processes with one store share the work.
 """
 
 from __future__ import annotations
@@ -48,24 +47,24 @@ def run_jobs(
     is_late: Callable[[], bool] = lambda: False,
     open_links: Callable[[Any, Built], object] | None = None,
 ) -> dict[str, ProfileRecord]:
-    """Measures what the store does not know.
+    """Measures the jobs that the store does not know.
 
-    Every record is put into the store the moment it exists, so that an interrupt
-    (`KeyboardInterrupt`, which passes through) loses only what is being measured.
+    Every record is stored at once, so that an interrupt (`KeyboardInterrupt`) loses
+    only the current measurement.
 
     Args:
-      jobs: what to measure. Of jobs with one key the first is taken.
-      program: whose jobs they are, for messages.
-      is_late: whether time is over, so that nothing else is begun: what was not
-        measured by then has no record.
-      open_links: called with the first job once it is built, in its thread, while
-        others are built: the first run on devices may take seconds before it begins.
+      jobs: jobs to measure. Of jobs with one key the first counts.
+      program: name of the jobs' program, for messages.
+      is_late: True if time is over, so that no other job begins; unmeasured jobs have
+        no record.
+      open_links: called with the first built job, in its thread, during other builds:
+        the first run on devices may take seconds to begin.
 
     Returns:
       Records by key, in the order of the jobs, failures included.
 
     Raises:
-      CfpError: the devices answer no more after something crashed on them.
+      CfpError: the devices do not answer after a crash.
     """
     options = options or MeasureOptions()
     by_key: dict[str, Task] = {}
@@ -90,9 +89,9 @@ def build_all(
     """Builds jobs side by side, and one at a time if a process may have died of one.
 
     Args:
-      tell: called when a job begins to be awaited, and now and then while it is: with
-        the job, its number, how many are not built yet, and the seconds so far.
-      is_late: asked before each; what is late has no outcome.
+      tell: called when a job is awaited, and now and then during the wait, with the
+        job, its number, the number of unfinished builds, and the seconds so far.
+      is_late: asked before each job; a late job has no outcome.
 
     Returns:
       Outcomes by key.
@@ -192,9 +191,9 @@ class _Run:
                 self._take_turn(job, built.pop(job.key.digest))
 
     def _claim(self, waiting: list[Task], count: int) -> list[Task]:
-        """Takes jobs that no other process is at out of the queue, to be built.
+        """Takes jobs that no other process works on out of the queue.
 
-        What another process has measured meanwhile is answered.
+        Results of other processes are taken over.
         """
         # What was claimed is no other process's, so that this is final.
         claimed = self.in_flight.claim([job.key for job in waiting], count)
@@ -217,7 +216,7 @@ class _Run:
         return [job for job in taken if job.key.digest not in known]
 
     def _build(self, job: Task, opens: bool) -> Outcome:
-        """Builds a job, in a thread, and opens links by it where that is asked for."""
+        """Builds a job in a thread, and opens links with it if it is the first."""
         outcome = self.place.build(job)
         if isinstance(outcome, ProfileRecord):
             self._keep(outcome)

@@ -57,7 +57,7 @@ _OF_A_HOST = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """An ordered list of (name, value) parts: first what is measured, last where."""
+    """An ordered list of (name, value) parts: the measured program, then the place."""
 
     parts: Parts
 
@@ -165,15 +165,16 @@ def other_kind(parts: Parts, here: Parts) -> str:
 
 
 def normalise_xla_flags(flags: str) -> str:
-    """The flags that may change a measurement, sorted by name.
+    """Returns the flags that may change a measurement, sorted by name.
 
     Args:
-      flags: as in the environment variable: flags, or the name of a file of
-        flags, which XLA takes it for if it does not begin with a dash.
+      flags: value of the environment variable: flags, or a file of flags if it does not
+        begin with a dash.
 
     Returns:
-      One space between two flags. Flags of one name keep their order, since some
-      of them add up and of the others the last one counts.
+      Flags with one space between them. Flags of one name keep their order: some add
+        up,
+      and otherwise the last one counts.
     """
     if flags.strip() and not flags.lstrip().startswith("-"):
         try:

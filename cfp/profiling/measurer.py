@@ -1,15 +1,14 @@
 """Measures jobs, or looks them up in the store.
 
 Before many programs are built side by side, the compiler tunes their kernels. A
-compiler for GPUs times several kernels for each matrix product that it meets, and keeps
-the outcome. Programs that are built at once and share products would all do that work,
-on one device and at the same time (docs/decisions.md, "Kernels are tuned before
-segments are built side by side"). Kernels are timed on the first device of a mesh, so
-that as many programs as there are devices can be built at once, each for the mesh in
-another order. These are the first of all that share kernels (`Job.kernels`), not those
-of presets alone: on 2 H200, 28 programs of an encoder took 35 s after 15 s of tuning.
-Five with other kernels, such as attention as it is written, took 9 to 18 s each: they
-were tuned on one device.
+compiler for GPUs times several kernels for each matrix product, and stores the outcome.
+Programs that share products would repeat this work, on one device at the same time
+(docs/decisions.md, "Kernels are tuned before segments are built side by side"). Kernels
+are timed on the first device of a mesh. So as many programs as devices are built at
+once, each for the mesh in another order. These are the first programs of each set of
+kernels (`Job.kernels`), not those of presets alone: on 2 H200, 28 programs of an
+encoder took 35 s after 15 s of tuning. Five programs with other kernels, such as
+attention as written, took 9 to 18 s each, as one device tuned them.
 """
 
 from __future__ import annotations
@@ -50,13 +49,12 @@ def tune_kernels(
     options: MeasureOptions | None = None,
     is_late: Callable[[], bool] = lambda: False,
 ) -> dict[str, Built]:
-    """Builds jobs, one on each device, for what the compiler learns from them.
+    """Builds jobs, one on each device, so that the compiler tunes their kernels.
 
-    Nothing runs, and nothing is kept in the store: beside it lies what the compiler has
-    learnt. Nothing is built where the compiler has nothing to try out.
+    No job runs, and none is stored. Nothing is built if the compiler tunes no kernels.
 
     Returns:
-      What was built for the mesh itself, by key: it need not be built again.
+      Programs built for the mesh itself, by key, for later use.
     """
     options = options or MeasureOptions()
     environment = BuildEnvironment.beside(store.path)
@@ -110,7 +108,7 @@ def first_of_kernels(
 
 
 def _rolled(mesh: Mesh, count: int) -> Mesh:
-    """The same mesh with another device first."""
+    """Returns the mesh with another device first."""
     devices = np.roll(mesh.devices.flatten(), -count).reshape(mesh.devices.shape)
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
@@ -120,9 +118,9 @@ class Measurer:
     """Looks jobs up, and measures those that the store does not know.
 
     Attributes:
-        measure: whether devices may be used.
-        end: from this moment on (`time.monotonic`) nothing else is begun.
-        known: keys of what the store answered; not of failures that are tried again.
+        measure: True if devices may be used.
+        end: time (`time.monotonic`) after which no job begins.
+        known: keys of records from the store, without failures to try again.
     """
 
     program: Program
@@ -156,7 +154,7 @@ class Measurer:
     def __call__(
         self, jobs: Sequence[Job], ignore_end: bool = False
     ) -> Mapping[str, ProfileRecord]:
-        """Records by key; what may not be measured and is not known has none."""
+        """Returns records by key; unknown jobs that may not be measured are absent."""
         # By how processes died before, something may be in the store by now.
         settle(self.store)
         known = self.look_up(jobs)

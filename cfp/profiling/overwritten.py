@@ -124,9 +124,9 @@ def count_rematerialized(hlo_text: str) -> int | None:
 
 
 def read_after_overwritten(hlo_text: str) -> str | None:
-    """The first value that is read too late, in words; None if there is none.
+    """Describes the first value that is read too late, or returns None.
 
-    A program in which nothing was rematerialized is as the compiler means it to be.
+    Programs without rematerialized ops have no such value.
     """
     if not has_rematerialized(hlo_text):
         return None
@@ -153,7 +153,7 @@ class _Program:
         self.unchanged = cache(self._unchanged)
 
     def _unchanged(self, loop: Instruction) -> frozenset[int]:
-        """Elements of a loop's state that its body passes on as they are."""
+        """Returns elements of a loop's state that its body passes on unchanged."""
         body = next(map(self.computation, called_by(loop, "body")), None)
         return frozenset(
             i
@@ -249,7 +249,7 @@ class _Computation:
         return None
 
     def _all(self, of: str) -> Iterator[_Value]:
-        """All values of a result, as far as they are known one by one."""
+        """Returns all known values of a result, one by one."""
         one = self._here[of]
         if one.opcode == "tuple":
             for operand in one.operands:

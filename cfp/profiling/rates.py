@@ -140,13 +140,13 @@ class Rates:
     def combined_ms(
         self, kind: str, axes: tuple[str, ...], size: float, count: int
     ) -> float:
-        """The time of one of several collectives that do not depend on each other.
+        """Computes the time of one of several independent collectives.
 
-        Each has its share of the latency of those that the compiler makes of them.
+        The compiler combines them; each has its share of the latencies.
 
         Args:
-          kind, axes, size: as of `collective_ms`.
-          count: how many there are, of about this size.
+          kind, axes, size: as for `collective_ms`.
+          count: number of collectives of about this size.
         """
         whole = self.collective_ms(kind, axes, size)
         if kind not in COMBINED_KINDS or size >= self.combined_bytes:

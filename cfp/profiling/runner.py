@@ -1,7 +1,7 @@
-"""Runs what was built on the devices.
+"""Runs built programs on the devices.
 
-The layers know nothing of each other: `cfp.profiling.builder` builds, `run` here runs,
-`cfp.profiling.store` keeps, and `cfp.profiling.jobs` brings them together.
+Layers are separate: `cfp.profiling.builder` builds, `run` here runs,
+`cfp.profiling.store` stores, and `cfp.profiling.jobs` combines them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Place:
     """A place where jobs run: this process's devices, and those of its followers.
 
     Attributes:
-      build: builds a job, in a thread; a record if it cannot be built.
-      run: runs what was built.
+      build: builds a job in a thread; returns a record for a failure.
+      run: runs a built program.
     """
 
     mesh: Mesh
@@ -72,7 +72,7 @@ def place_of_parts(
     """Returns the place of jobs that are parts of a program.
 
     Args:
-      built: what was built for this mesh before, by key; it is taken out.
+      built: programs built for this mesh before, by key; used ones are removed.
     """
     ready = built or {}
 

@@ -107,7 +107,7 @@ class ProfileStore:
         return self.get_many((key,)).get(key)
 
     def get_many(self, keys: Iterable[str]) -> dict[str, ProfileRecord]:
-        """The records of those keys that have one."""
+        """Returns the stored records of some keys."""
         wanted = list(dict.fromkeys(keys))
         some = "SELECT value FROM json_each(?)"
         query = f"SELECT key, json FROM records WHERE key IN ({some})"
@@ -187,7 +187,7 @@ class ProfileStore:
 
 
 def _records(rows: Iterable[tuple[str, str]]) -> dict[str, ProfileRecord]:
-    """Records of rows, by key, without those that cannot be read."""
+    """Reads records of rows, by key; damaged rows are left out."""
     found: dict[str, ProfileRecord] = {}
     for key, text in rows:
         try:
@@ -198,7 +198,7 @@ def _records(rows: Iterable[tuple[str, str]]) -> dict[str, ProfileRecord]:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Opens a file, a fresh one if that which is there is no sound store."""
+    """Opens a store; a file that is no sound store is replaced."""
     make_private_folder(path.parent)
     # Two that find it damaged would otherwise both set it aside, the second one the
     # fresh file of the first.
@@ -283,11 +283,11 @@ _KEPT = "\n\t"
 
 
 def read_export(path: str | os.PathLike[str]) -> list[ProfileRecord]:
-    """The records of an exported file.
+    """Reads the records of an exported file.
 
     Raises:
-      CfpError: a line is not a record, its key is not that of its parts, or it asks
-        for compiler options that are not known to be harmless.
+      CfpError: a line is no record, its key does not fit its parts, or it contains
+        compiler options that are not known to be harmless.
     """
     records: list[ProfileRecord] = []
     try:
@@ -317,9 +317,9 @@ def _read_line(line: bytes) -> ProfileRecord:
 
 
 def _refused_choice(text: str) -> str | None:
-    """Returns the reason why a choice is not to be followed; None if it may be.
+    """Returns the reason to refuse a stored choice, or None.
 
-    It is "", a choice with its compiler options, or a list of such.
+    A choice is "", a choice with its compiler options, or a list of such.
     """
     if not text:
         return None

@@ -19,14 +19,14 @@ Phase = Literal["look up", "build", "run", "wait", "done"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One thing to measure.
+    """One measurement.
 
     Attributes:
-      key: what its record is kept under. Tasks with equal keys are taken for the same.
-      label: what progress shows, such as "segment 1: 3 of 24".
-      expected_ms: how long one execution should take; 0 where it is not known.
-      is_last: it is built after others, whose kernels it has, so that the compiler
-        tries these out once.
+      key: key of its record. Tasks with equal keys are the same.
+      label: text for progress, such as "segment 1: 3 of 24".
+      expected_ms: expected time of one execution; 0 if unknown.
+      is_last: True builds it after others with the same kernels, so that the compiler
+        tunes these once.
     """
 
     key: ProfileKey
@@ -40,18 +40,18 @@ class Progress:
     """Progress of measuring.
 
     Attributes:
-      done: tasks that have a record: `cached`, plus measured, plus `failed`.
-      cached: of these, answered from the store, whether good or failures.
-      failed: of these, those that failed now.
+      done: tasks with a record: `cached`, plus measured, plus `failed`.
+      cached: tasks answered from the store, good or failed.
+      failed: tasks that failed now.
       total: all tasks, each key once.
-      best_ms: the smallest time among the good records; infinite before the first.
-      label: the task that the event is about; "" before the first.
-      phase: "look up" once the store has answered; "build" when a task's build has
-        to be awaited; "run" when it starts to run; "wait" when only another process
-        with the same store is at what is left; "done" when it has its record.
-      elapsed_seconds: since the beginning.
-      awaited: programs whose compiles are awaited; 0 if that is not known.
-      awaited_seconds: how long they have been.
+      best_ms: the smallest time among good records; infinite before the first.
+      label: the task of the event; "" before the first.
+      phase: "look up" after the store's answer; "build" while a task's build is
+        awaited; "run" when it starts to run; "wait" if another process with the same
+        store has all remaining tasks; "done" when it has its record.
+      elapsed_seconds: time since the beginning.
+      awaited: number of awaited compiles; 0 if unknown.
+      awaited_seconds: time of waiting for them.
     """
 
     done: int

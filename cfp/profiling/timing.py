@@ -1,15 +1,13 @@
-"""Times something that runs on devices, until the number can be trusted.
+"""Times a callable on devices until the result is reliable.
 
-Nothing here knows JAX. What is timed is a callable `run(n)` that executes the
-thing n times and returns once the devices are done; a sample is the time of
-`run(n)` divided by n, with n chosen so that a sample lasts some milliseconds:
-one launch and one wait then weigh little.
+Independent of JAX. The callable `run(n)` executes n times and returns once the devices
+are done. A sample is the time of `run(n)` divided by n. A sample lasts some
+milliseconds, so that one launch and one wait weigh little.
 
-In a program of several processes all must execute the same number of times, or
-their collectives wait for each other for ever. Every decision here follows from
-durations only, and each duration passes through `agree`: give one that returns
-the same number in all processes (process 0's, or the largest), and all decide
-alike.
+In a program of several processes all must execute equally often, or their collectives
+wait for each other for ever. Every decision follows from durations, and each duration
+passes through `agree`: a function that returns the same number in all processes makes
+all decide alike.
 """
 
 import math
@@ -130,14 +128,13 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     agree: Callable[[float], float] = float,
 ) -> Timing:
-    """Times one thing: warm up until steady, then sample until sure.
+    """Times a callable: warm up until steady, then sample until sure.
 
-    The warm-up lasts at least `warmup_seconds` and until the last quarter of its
-    samples (`warmup_window` at least) agrees with the quarter before, in the median and
-    within 2%: clocks drop under load, so an early sample flatters. Its samples are a
-    third as long. It never takes more than half of the budget. The very first execution
-    loads code and opens communicators; it is kept in `warmup_ms` and not charged to the
-    budget.
+    The warm-up lasts at least `warmup_seconds`. It ends when the last quarter of its
+    samples (at least `warmup_window`) agrees with the quarter before within 2% in the
+    median: clocks drop under load, so early samples flatter. Its samples are a third as
+    long, and it takes at most half of the budget. The first execution loads code and
+    opens communicators; its time is in `warmup_ms` and not charged to the budget.
 
     Args:
       run: `run(n)` executes n times and blocks until the devices are done.
@@ -163,7 +160,7 @@ def measure(
 
 @dataclass(slots=True)
 class _Subject:
-    """One thing under the clock: how often a sample repeats it, what was spent."""
+    """A callable under measurement, with the repeats of a sample and the time spent."""
 
     run: Run
     options: TimingOptions

@@ -23,7 +23,7 @@ _BUS_LETTERS = 32  # More than such an address has.
 
 @lru_cache(maxsize=16)
 def ask_driver(*words: str) -> str:
-    """Runs ``nvidia-smi``; "" if there is none, or it fails."""
+    """Runs ``nvidia-smi``; "" if the program is missing or fails."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *words],
@@ -38,10 +38,10 @@ def ask_driver(*words: str) -> str:
 
 
 def bus_of(ordinal: int) -> str:
-    """The address on the PCI bus of a GPU as CUDA counts it; "" if it does not say.
+    """Returns the PCI address of a GPU by CUDA's number; "" if unknown.
 
-    CUDA counts the fastest first, and those alone that ``CUDA_VISIBLE_DEVICES`` names;
-    the driver counts by address. So hosts of several kinds have two numberings.
+    CUDA counts the fastest first, and only those in ``CUDA_VISIBLE_DEVICES``; the
+    driver counts by address. So hosts with several kinds have two numberings.
     """
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -56,15 +56,16 @@ def bus_of(ordinal: int) -> str:
 
 
 def gpu_parts(ordinals: Sequence[int | None]) -> dict[str, str]:
-    """The parts of a key that say what is between some GPUs of this host.
+    """Returns the parts of a key that describe links between GPUs of this host.
 
     Args:
-        ordinals: of the mesh's devices in this process, in the mesh's order, as CUDA
-            counts those that it may see.
+        ordinals: CUDA's numbers of the mesh's devices in this process, in the mesh's
+            order.
 
     Returns:
         ``links`` of each pair, in the order of the mesh; ``power_limit`` and ``driver``
-        of the devices. What the driver does not say is "unknown".
+        of
+        the devices. Values that the driver does not give are "unknown".
     """
     known = _gpus()
     unknown = (-1, UNKNOWN, UNKNOWN)

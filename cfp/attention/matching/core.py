@@ -59,10 +59,10 @@ class Core:
     """The steps from the operands of contractions to the outputs of a pass.
 
     Attributes:
-        steps: by number, each behind what it reads.
+        steps: by number, each behind its operands.
         roots: queries, keys, values, and the output's gradient.
         scores: the step that makes the scores.
-        mixes: for each output what is contracted: a step, and an operand.
+        mixes: for each output its contraction's operands: a step, and an operand.
     """
 
     def __init__(self, region: Region, one: Pass) -> None:
@@ -147,7 +147,7 @@ class Core:
     def reads_of(
         self, op: Op, index: int, letters: Letters
     ) -> list[tuple[int, Use, Letters]]:
-        """Uses of a value in the body of the pass, and of those that it repeats."""
+        """Lists uses of a value in the body of the pass, repeated values included."""
         found = []
         while True:
             v = op.operands[index]

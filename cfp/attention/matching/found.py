@@ -1,4 +1,4 @@
-"""Attention as it is found: contractions, and what their dims run over."""
+"""Attention in a program: its contractions, and names of their dims."""
 
 from __future__ import annotations
 

@@ -60,10 +60,10 @@ class Meaning:
     Attributes:
         tokens: the letter of the queries; the other "q" letters are groups of heads.
         scale, causal, left: as in `cfp.attention`.
-        sides: what enters besides.
+        sides: further inputs.
         visible: states of masks with which a key is seen.
-        empty: what a query has that sees no key; "" if there is none.
-        passes_hidden: whether gradients then pass to all scores.
+        empty: result of a query that sees no key; "" if every query sees one.
+        passes_hidden: True if gradients of such a query pass to all scores.
     """
 
     tokens: str
@@ -147,11 +147,11 @@ class AttentionFunctions:
     """The functions of a replacement, see `cfp.program.replace`.
 
     Attributes:
-        meaning, way: what is computed, and how.
-        heads: the letter that keys have their heads by, or "".
+        meaning, way: the attention, and its computation.
+        heads: the letter of the keys' heads, or "".
         sizes: of each letter.
         passes: one for each stage.
-        precision: of matrix products, as JAX names it.
+        precision: of matrix products, by JAX's name.
         jax_version: kernels and their times may depend on it.
     """
 
@@ -185,7 +185,7 @@ class AttentionFunctions:
         return [stage(one) for one in self.passes]
 
     def _compute(self, mesh: Mesh, one: PassShapes) -> Any:
-        """The attention of what a pass reads, in the dims that it reads."""
+        """Computes the attention of a pass's operands, in their dims."""
         q_letters, k_letters, v_letters = (letters for _, _, letters in one.reads[:3])
         out_letters = one.out[2]
 

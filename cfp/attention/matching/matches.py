@@ -53,17 +53,17 @@ _DROPOUT = "dropout: random numbers enter its scores or weights"
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """An attention of a program that may be computed by something else.
+    """An attention of a program that a kernel may compute.
 
     Attributes:
         op: the contraction that makes the scores.
-        source: the line that it is from.
-        scores: what it makes.
+        source: source line.
+        scores: the value of the scores.
         sizes: of each letter.
         between: ids of the values between contractions, scores, weights and their
-            gradients, so that none is made by a kernel.
+            gradients, which kernels do not make.
         ops: all ops that belong to it.
-        passes: each pass as it is proved; a backward pass has all three gradients.
+        passes: each proved pass; a backward pass has all three gradients.
     """
 
     op: int
@@ -126,7 +126,7 @@ def _written_out(program: Program) -> Iterator[Match | LeftAlone]:
 def _match(
     program: Program, values: Values, dots: Sequence[Op], regions: list[Region]
 ) -> Match:
-    """Proves an attention; what is read on the way is added to the regions."""
+    """Proves an attention; adds the ops on the way to its regions."""
     passes: list[Proved] = []
     sizes: dict[str, int] = {}
     ops: set[int] = set()
@@ -304,7 +304,7 @@ def _are_one(forward: Proved, backward: Proved) -> bool:
 
 
 def _precision(program: Program, match: Match) -> str:
-    """The highest precision that the products of an attention are asked for in."""
+    """Returns the highest precision of the products of an attention."""
     ops = [program.ops[op] for op in match.ops]
     texts = [op.attributes for op in ops if op.kind == "dot_general"]
     for name in ("HIGHEST", "HIGH"):
@@ -350,7 +350,7 @@ def _replacement(
 
 
 def _early(program: Program, use: Use, first: int) -> Use:
-    """The use of a value; if it is widened behind an op, that of what is widened."""
+    """Returns the use of a value, or of its original if it is widened behind an op."""
     op, index = use
     value = program.values[program.ops[op].operands[index]]
     if value.producer < first or program.ops[value.producer].kind != "convert":

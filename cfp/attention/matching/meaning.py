@@ -47,10 +47,10 @@ Window = tuple[bool, int | None]  # causal, and how many keys to the left
 
 @dataclass(frozen=True)
 class Proved:
-    """A pass that is proved, and how a kernel computes it.
+    """A proved pass, with its computation by a kernel.
 
     Attributes:
-        core: its steps as it is written.
+        core: its steps as written.
         reads: the masks and biases that a kernel reads.
     """
 
@@ -160,10 +160,10 @@ class Reader:
         return x.reshape(-1, *x.shape[-2:])
 
     def _is_causal(self, v: int, letters: Letters, shows: bool) -> bool:
-        """True of a comparison of places, each row of which ends at its own place.
+        """True for a comparison of places in which each row ends at its own place.
 
         Along rising numbers a comparison changes once, so that two keys of each row
-        tell all of it, of whatever length.
+        decide it, at any length.
         """
         op, count = self.program.maker(self.values.same(v)), self.sizes["k"]
         if op is None or op.kind != "compare" or op.direction not in _ORDERS:
@@ -256,7 +256,7 @@ class Reader:
         return last if is_i32 and {x for x in last[2] if x} <= self._batch else None
 
     def _whole(self) -> tuple[list[SideMeaning], list[Read]]:
-        """All masks and biases, as they are read."""
+        """Returns all masks and biases as read."""
         sides, reads = [], []
         for key in (*self.table.masks, *self.table.biases):
             side = self.core.sides[key]
@@ -270,9 +270,9 @@ class Reader:
         return sides, reads
 
     def _check_biases(self) -> None:
-        """Raises if a kernel would round what is added to scores.
+        """Raises if a kernel would round the terms that are added to scores.
 
-        It rounds scores, and so decides weights, where all keys of a query are low.
+        Rounding changes weights if all keys of a query are low.
         """
         dtype = self.program.values[self.core.one.reads["q"].value].dtype
         for key, factor in self.table.biases.items():

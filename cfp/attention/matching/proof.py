@@ -1,9 +1,10 @@
-"""Proves that a pass is an attention, and says of which mask, bias and scale.
+"""Proves that a pass is an attention, and finds its mask, bias and scale.
 
-What may vary with positions is a side: rule 2. Scores and sides make the softmax's
-argument at each position by itself, so that its values for all states of the masks, as
-a table, are all that it is. Steps do the same at all positions: what they make on a few
-of them, of numbers of all kinds, must be what an attention with this argument makes.
+A value that may vary with positions is a side: rule 2. At each position scores and
+sides make the softmax's argument, so that a table of its values for all states of the
+masks describes it fully. Steps do the same at all positions. Their results on a few
+positions, with numbers of all kinds, must equal those of an attention with this
+argument.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ def _argument(core: Core) -> Arg:
 
 
 def _degree(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> int:
-    """The degree in scores and biases together; at least 2 of what is not linear."""
+    """Returns the degree in scores and biases together; at least 2 if not linear."""
     found: dict[Arg, int] = {core.scores: 1}
     found |= {key: int(own is None) for key, own in states.items()}
     for number, step in core.steps.items():

@@ -1,10 +1,10 @@
-"""Finds what is computed between the contractions of an attention: rules 1 and 3.
+"""Finds the ops between the contractions of an attention: rules 1 and 3.
 
-From a contraction that makes scores, all that is computed of it is followed, through
-barriers, loops and stacks, up to the contractions that read it: the mix of values, and
-the gradients of queries, keys and values. The ops on the way are of a closed list. By
-their sharding rules each dim runs over the same on both sides of an op, so that nothing
-but what sums over keys combines positions.
+The search starts at a contraction that makes scores. It follows their readers through
+barriers, loops and stacks, up to the contractions that read results: the mix of values,
+and the gradients of queries, keys and values. All ops on the way are in a closed list.
+By sharding rules each dim is the same on both sides of an op, so that only sums over
+keys combine positions.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def where(op: Op) -> str:
 
 @dataclass
 class Region:
-    """All that is computed of one contraction that may make scores.
+    """The ops behind one contraction that may make scores.
 
     Attributes:
         scores: the contraction.
         inside: ids of the ops between contractions.
         members: their values, and scores, before these are passed on.
-        late: those that depend on the weights' gradient.
+        late: members that depend on the weights' gradient.
         weights_gradient: the contraction that makes it.
         sinks: contractions that read members, each with the operands' indices.
         stacks: values in which loops stack members.
@@ -143,7 +143,7 @@ class Region:
                 yield from op.results
 
     def _add_stack(self, update: Op, v: int) -> None:
-        """Adds a stack that a loop makes of a member, and of which slices are read."""
+        """Adds a stack of a member that a loop makes, and whose slices are read."""
         program, values, [made] = self.program, self.values, update.results
         loop = program.ops[update.parent] if update.parent >= 0 else None
         if loop is None or loop.kind != "while" or made not in loop.yields:
@@ -162,7 +162,7 @@ class Region:
     # -- rule 1: a closed list of ops --------------------------------------------------
 
     def is_closed(self, op: Op) -> bool:
-        """True if an op is one of those that are proved."""
+        """True if an op is in the list of provable ops."""
         program = self.program
         dtypes = {program.values[v].dtype for v in op.results}
         if op.rule is None or not dtypes <= FLOATS:
@@ -255,11 +255,11 @@ class Region:
     def letters_of(
         self, op: Op, index: int, of: int | None = None, other: str = "?"
     ) -> Letters:
-        """Letters of an operand, or of a result (-1), by those of a member.
+        """Returns letters of an operand, or of a result (-1), by those of a member.
 
         Args:
-            of: the operand that is the member; None if it is the result.
-            other: the letter of what the member does not have.
+            of: the operand that is the member; None for the result.
+            other: the letter for dims that the member lacks.
         """
         rule = op.known_rule
         member = op.results[0] if of is None else op.operands[of]

@@ -1,8 +1,8 @@
-"""Values of a program by all that they depend on: rule 4 of the proof.
+"""Equality of values, by everything that they depend on: rule 4 of the proof.
 
-A value is known by its id and by the iteration that it is of: a loop stacks values, and
-another loop's body reads them at an index. Two values are equal if the same ops make
-them of equal values, at the same index; if that cannot be shown they are not.
+A value has an id and an iteration: a loop stacks values, and another loop's body reads
+them at an index. Two values are equal if the same ops make them of equal values, at the
+same index. Without a proof they are different.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Values:
     """Values of a program: for each the one it stands for, and a number."""
 
     def __init__(self, program: Program) -> None:
-        """Takes note of loops' counters, and of what loops pass on unchanged."""
+        """Finds loops' counters, and values that loops pass on unchanged."""
         self.program = program
         self._constants = Constants(program)
         self._numbers: dict[Node, int] = {}

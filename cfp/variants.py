@@ -33,7 +33,7 @@ from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Job
 from cfp.profiling.coordination import Coordination, check_alike, coordinated, leading
-from cfp.profiling.followers import follow, meet
+from cfp.profiling.followers import follow
 from cfp.profiling.key import alike_parts, environment_parts
 from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Progress
@@ -109,10 +109,9 @@ def find_fastest(
         planning = _Planning(run_passes, variants, options, leaner)
         if talk is None:
             return planning.fastest()
-        facts = facts_of(meshes, options), device_memory(meshes[0]) or 0
+        talk.meet(facts_of(meshes, options), device_memory(meshes[0]) or 0)
         if not talk.leads:
-            return planning.followed(talk, *facts)
-        meet(talk, *facts)
+            return planning.followed(talk)
         fastest = planning.fastest()
         # All compile it alike: the others have it as a file does.
         plan = replace(fastest.plan, raced=None)
@@ -429,9 +428,7 @@ class _Planning:
             )
             return {one.name: one for one in race_programs(builder, programs)}
 
-    def followed(
-        self, talk: Coordination, facts: Mapping[str, str], memory_bytes: int
-    ) -> Fastest:
+    def followed(self, talk: Coordination) -> Fastest:
         """Follows the leader's planning, and returns its plan."""
         by_name = {one.name: one for one in self.variants}
 
@@ -446,7 +443,7 @@ class _Planning:
             return made.analysis.frame.program
 
         environment = BuildEnvironment.beside(store_path(self.options.cache_dir))
-        name, text = follow(talk, facts, memory_bytes, trace, environment)
+        name, text = follow(talk, trace, environment)
         data, one = json.loads(text), by_name[name]
         assert isinstance(one.mesh, Mesh), "its devices are there"
         plan = Plan.from_json(data, allowed_options=tuple(data["options"]))

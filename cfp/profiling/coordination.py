@@ -155,11 +155,30 @@ class Coordination:
         self.answers(self.say(_END, value))
         return value
 
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, in order, in each of them."""
+        if self.leads:
+            return self.broadcast([value, *self.answers(self.say("gather"))])
+        return self.follow({"gather": lambda n: self.answer(n, value) or ""}, id)
+
     def all_agree(self, value: bool) -> bool:
         """True in all processes if it is in each."""
-        if self.leads:
-            return self.broadcast(all([value, *self.answers(self.say("agree"))]))
-        return self.follow({"agree": lambda n: self.answer(n, value) or ""}, id)
+        return all(self.gather(value))
+
+    def meet(self, facts: Mapping[str, str], memory_bytes: int) -> None:
+        """Compares facts of all processes, and learns their hosts and memory.
+
+        Args:
+            memory_bytes: of a device; 0 if it does not say.
+
+        Raises:
+            ProcessError: one differs.
+        """
+        found = self.gather((facts, socket.gethostname(), memory_bytes))
+        every, hosts, sizes = zip(*found, strict=True)
+        for process, other in enumerate(every):
+            check_alike(every[0], other, process)
+        self.hosts, self.least_bytes = hosts, min(sizes)
 
     def pace(self, number: int) -> Callable[[float], float]:
         """The leader's durations in a run: how often all execute follows from them."""

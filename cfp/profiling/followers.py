@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +17,7 @@ from cfp.errors import CfpError
 from cfp.profiling.builder import BuildEnvironment, Built, Job, PlainMesh, build_here
 from cfp.profiling.collectives import build_probe_here, probe_of
 from cfp.profiling.compile_pool import CompilePool, default_threads
-from cfp.profiling.coordination import Coordination, LeaderFailed, check_alike
+from cfp.profiling.coordination import Coordination, LeaderFailed
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import compile_generators, execute_here, shortage
@@ -28,63 +27,25 @@ from cfp.program.graph import Program
 Trace = Callable[[str, Sequence[tuple[int, int]]], Program]
 
 
-def meet(talk: Coordination, facts: Mapping[str, str], memory_bytes: int) -> None:
-    """Compares facts of the leader and its followers, and learns their hosts.
-
-    Args:
-        memory_bytes: of a device; 0 if it does not say.
-
-    Raises:
-        ProcessError: one differs.
-    """
-    theirs = talk.answers(talk.say("meet", facts))
-    hosts, sizes = zip((socket.gethostname(), memory_bytes), *theirs, strict=True)
-    talk.hosts, talk.least_bytes = hosts, min(sizes)
-    talk.answers(talk.say("learn", talk.hosts, talk.least_bytes))
-
-
-def follow(
-    talk: Coordination,
-    facts: Mapping[str, str],
-    memory_bytes: int,
-    make: Trace,
-    environment: BuildEnvironment,
-) -> Any:
+def follow(talk: Coordination, make: Trace, environment: BuildEnvironment) -> Any:
     """Does the leader's jobs until the end, and returns the leader's outcome."""
     with CompilePool(default_threads(jax.local_devices()[0].platform)) as pool:
-        one = Follower(talk, facts, memory_bytes, make, environment, pool)
-        jobs = (one.meet, one.learn, one.trace, one.build, one.probe, one.run)
+        one = Follower(talk, make, environment, pool)
+        jobs = (one.trace, one.build, one.probe, one.run)
         by_name = {job.__name__: job for job in jobs}
         return talk.follow(by_name, lambda number: one.built.pop(number, None))
 
 
 @dataclass(slots=True)
 class Follower:
-    """A process that follows, with its traced and built programs.
-
-    Attributes:
-        facts: facts that must be equal to the leader's.
-        memory_bytes: of a device; 0 if unknown.
-    """
+    """A process that follows, with its traced and built programs."""
 
     talk: Coordination
-    facts: Mapping[str, str]
-    memory_bytes: int
     make: Trace
     environment: BuildEnvironment
     pool: CompilePool
     programs: dict[str, Program] = field(default_factory=dict)
     built: dict[int, Future[Built | ProfileRecord]] = field(default_factory=dict)
-
-    def meet(self, number: int, facts: Mapping[str, str]) -> None:
-        """Compares facts; answers with this process's host and memory."""
-        check_alike(facts, self.facts, self.talk.channel.process)
-        self.talk.answer(number, (socket.gethostname(), self.memory_bytes))
-
-    def learn(self, number: int, hosts: tuple[str, ...], least_bytes: int) -> None:
-        """Learns the hosts of all processes, and their least memory."""
-        self.talk.hosts, self.talk.least_bytes = hosts, least_bytes
-        self.talk.answer(number, None)
 
     def trace(self, number: int, name: str, in_host: Sequence[tuple[int, int]]) -> None:
         """Traces a variant; answers with the fingerprint of its program."""

@@ -9,7 +9,6 @@ import pytest
 from cfp.errors import ProcessError
 from cfp.profiling import coordination
 from cfp.profiling.coordination import Coordination, check_alike, coordinated
-from cfp.profiling.followers import Follower, meet
 
 
 class Shared:
@@ -155,31 +154,17 @@ def test_a_run_that_fails_while_the_other_waits_for_devices_says_why(talks):
     assert "no memory. Process 1 of 2 does not answer" in str(error.value)
 
 
-def follower_of(talk, facts, memory):
-    return Follower(talk, facts, memory, None, None, None)  # pyright: ignore
-
-
-def following(talk, facts, memory):
-    """Only meets and learns."""
-    one = follower_of(talk, facts, memory)
-    return lambda: talk.follow({"meet": one.meet, "learn": one.learn}, id)
-
-
 def test_processes_meet_where_they_are_started_alike(talks):
     leader, follower = talks
-
-    def lead():
-        meet(leader, {"mesh": "x=2"}, 80)
-        leader.broadcast("the plan")
-
-    found = both(lead, following(follower, {"mesh": "x=2"}, 60))
-    assert found == [None, "the plan"]
+    facts = {"mesh": "x=2"}
+    both(lambda: leader.meet(facts, 80), lambda: follower.meet(facts, 60))
     assert leader.hosts == follower.hosts and len(leader.hosts) == 2
     assert leader.least_bytes == follower.least_bytes == 60
-    with pytest.raises(ProcessError, match="differ in the mesh: ") as error:
-        both_differ = follower_of(follower, {"mesh": "x=4"}, 60)
-        both_differ.meet(9, {"mesh": "x=2"})
-    assert "x=2 in process 0; x=4 in process 1" in str(error.value)
+    other = {"mesh": "x=4"}
+    found = both(lambda: leader.meet(facts, 80), lambda: follower.meet(other, 60))
+    for error in found:
+        assert isinstance(error, ProcessError) and "differ in the mesh" in str(error)
+        assert "x=2 in process 0; x=4 in process 1" in str(error)
 
 
 def test_facts_that_one_process_has_are_compared():

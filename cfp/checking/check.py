@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import hypot, isfinite, sqrt
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -123,22 +124,20 @@ class Leaf:
         return replace(self, rounding=rounding, norms=(*self.norms, near.size))
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A step under a plan and its reference: all leaves, the largest distance first.
+class Differences(list[Leaf]):
+    """Differences of all leaves, the largest first; its text has the largest few.
 
     Attributes:
         rounded: the leaves furthest from the step without FP8, by path: state relative
             to the step's change, other results relative to their norm.
     """
 
-    leaves: tuple[Leaf, ...] = ()
-    rounded: Mapping[str, float] = field(default_factory=dict)
+    rounded: Mapping[str, float] = MappingProxyType({})
 
     @property
     def failures(self) -> list[Leaf]:
         """The leaves that are further off than they may be."""
-        return [leaf for leaf in self.leaves if leaf.is_far and not leaf.is_undecided]
+        return [leaf for leaf in self if leaf.is_far and not leaf.is_undecided]
 
     @property
     def nearest(self) -> Leaf | None:
@@ -146,8 +145,17 @@ class Comparison:
 
         Leaves that rounding alone decides do not count.
         """
-        decided = [leaf for leaf in self.leaves if not leaf.is_undecided]
+        decided = [leaf for leaf in self if not leaf.is_undecided]
         return max(decided, key=lambda x: x.relative_l2 / x.allowed, default=None)
+
+    def __str__(self) -> str:
+        lines = [f"{one.path or 'result'}: {one.relative_l2:.1e}" for one in self]
+        more = len(lines) - _MOST_SHOWN
+        lines[_MOST_SHOWN:] = [f"and {more} more, none larger"] if more > 0 else []
+        return "\n".join(["Relative L2 distances, the largest first:", *lines])
+
+
+_MOST_SHOWN = 5
 
 
 @dataclass
@@ -192,7 +200,7 @@ class Check:
         # One after another: of all that is copied a device has one leaf at a time.
         self._args = self._each(lambda leaf: in_host(fresh(self._on_reference(leaf))))
 
-    def step(self, tell: Callable[[str], None] = lambda _: None) -> Comparison:
+    def step(self, tell: Callable[[str], None] = lambda _: None) -> Differences:
         """Runs a step on both sides.
 
         Rounding is measured where leaves are further off than always passes, until it
@@ -209,7 +217,7 @@ class Check:
         tell("running the plan's step, and comparing results")
         found = self._results(self.planned, fresh)
         is_narrow = self.planned.perturbed is not None
-        leaves = [
+        made = Differences(
             replace(
                 leaf,
                 change=changes[leaf.path],
@@ -217,12 +225,11 @@ class Check:
                 margin=NARROW_MARGIN if self.planned.narrow else ROUNDING_MARGIN,
             )
             for leaf in compare(found, expected)
-        ]
+        )
         # The runs to come are of the side that rounds most.
         usual = in_host(found) if is_narrow else expected
         del found
         for seed in range(NUDGES + 1):
-            made = Comparison(tuple(leaves), rounded)
             if seed == NUDGES or self.agree(not made.failures):
                 break
             tell(f"measuring rounding, run {seed + 1} of at most {NUDGES}")
@@ -231,13 +238,14 @@ class Check:
             # Distances are in terms of the reference's size: else a result that is
             # wrong, and nothing but rounding, would be taken for one of which nothing
             # else can be expected.
-            leaves = [
+            made = Differences(
                 x.with_try(
                     near[x.path],
                     (x.size or 1.0) / (x.norms[0] or 1.0) if is_narrow else 1.0,
                 )
-                for x in leaves
-            ]
+                for x in made
+            )
+        made.rounded = rounded
         feed_back(self._args, expected, self.feedback)
         return made
 
@@ -265,7 +273,7 @@ class Check:
         # One after another: a whole state beside the changed one would leave its memory
         # in two parts, and neither may have room for what the step needs at once.
         args = self._each(lambda leaf: put(change(on_device(leaf)), next(shardings)))
-        made = on_device(fixed(step(*args)))
+        made = fixed(step(*args))
         is_here = all(leaf.is_fully_addressable for leaf in tree_leaves(made))
         return made if is_here else jax.tree.map(self._on_reference, made)
 
@@ -326,19 +334,6 @@ def feed_back(args: list[Any], result: Any, feedback: Mapping[int, int | None]) 
 
 # Results of whole models are tens of gigabytes: they stay on the devices, and one
 # number of each leaf comes back.
-
-
-class Differences(list[Leaf]):
-    """Differences of all leaves, the largest first; its text has the largest few."""
-
-    def __str__(self) -> str:
-        lines = [f"{one.path or 'result'}: {one.relative_l2:.1e}" for one in self]
-        more = len(lines) - _MOST_SHOWN
-        lines[_MOST_SHOWN:] = [f"and {more} more, none larger"] if more > 0 else []
-        return "\n".join(["Relative L2 distances, the largest first:", *lines])
-
-
-_MOST_SHOWN = 5
 
 
 def compare(found: Any, expected: Any) -> Differences:

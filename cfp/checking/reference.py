@@ -22,7 +22,7 @@ from cfp.errors import CfpError, StepNotTraceable
 from cfp.passes.analyze import analyze_step
 from cfp.plan.plan import Plan
 from cfp.presets.presets import presets
-from cfp.profiling.builder import is_out_of_memory
+from cfp.profiling.builder import compiled_bytes, is_out_of_memory
 from cfp.profiling.compile_pool import CompilePool, default_threads
 from cfp.profiling.compiler_options import MEMORY_SHARE
 from cfp.program.constrain import Constraints
@@ -69,28 +69,17 @@ def reference_text(preset: str) -> str:
     return f"the preset {preset}" if preset else "one device"
 
 
-def needed_bytes(planned: CompiledStep, reference: CompiledStep) -> int | None:
-    """Computes the memory of a device for the larger program, if both are known.
+def needed_bytes(planned: CompiledStep, reference: CompiledStep) -> int:
+    """Computes the memory of a device for the larger program; 0 if it is not known.
 
-    The programs run one after the other, with arguments, and results beside donated
-    ones. Arrays of the other program are in host memory, or on the devices of several
-    processes.
+    The programs run one after the other. Arguments and results of the other program are
+    in host memory, or on the devices of several processes.
     """
-    found = (step.compiled.memory_analysis() for step in (planned, reference))
-    sizes = [size for size in found if size is not None]
-    if len(sizes) < 2:
-        return None
-    arguments, results = (
-        max(getattr(size, name) + getattr(size, f"host_{name}") for size in sizes)
-        for name in ("argument_size_in_bytes", "output_size_in_bytes")
-    )
+    sizes = [compiled_bytes(step.compiled) for step in (planned, reference)]
     shardings = (*reference.in_shardings, *reference.out_shardings)
     is_here = all(one.is_fully_addressable for one in shardings)
-    beside = 0 if is_here else arguments + results
-    return beside + max(
-        size.temp_size_in_bytes + arguments + results - size.alias_size_in_bytes
-        for size in sizes
-    )
+    beside = 0 if is_here else sizes[1].argument_bytes + sizes[1].output_bytes
+    return beside + max(size.peak_bytes for size in sizes)
 
 
 def room_of(device: Any) -> int:
@@ -140,8 +129,8 @@ def both_sides(
             tell(f"compiling the reference of the check: {reference_text(name)}")
             found = _unless_too_large(lower)
             planned = started.result()
-            need = needed_bytes(planned, found) if found is not None else None
-            fits = found is not None and (not need or not limit or need <= limit)
+            need = needed_bytes(planned, found) if found is not None else 0
+            fits = found is not None and need <= (limit or need)
             if agree(fits) and found is not None:
                 plain = replace(step, precision="")
                 is_rounded = step.precision and not name
@@ -230,6 +219,6 @@ def _mesh_of(device: Any) -> Mesh:
 def _lower_whole(step: FlatStep, mesh: Mesh, options: Mapping[str, str]) -> LoweredStep:
     """Lowers a step for a mesh, with its arguments and results whole on each device."""
     results = jax.tree.leaves(step.traced.out_info)
-    whole = [[((),) * len(x.shape) for x in leaves] for leaves in (step.avals, results)]
+    ins, outs = ([((),) * len(x.shape) for x in of] for of in (step.avals, results))
     nothing = Constraints({}, {})
-    return load_or_lower(step, mesh, None, *whole, nothing, options, wide=True)
+    return load_or_lower(step, mesh, None, ins, outs, nothing, options, wide=True)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import tree_flatten_with_path, tree_leaves, tree_structure
+from jax.tree_util import tree_flatten_with_path
 
 from cfp.checking.check import (
     FULL_TOLERANCE,
     Check,
-    Comparison,
+    Differences,
     Leaf,
     feed_back,
 )
@@ -25,9 +25,8 @@ from cfp.errors import CfpError
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import is_out_of_memory
 from cfp.profiling.coordination import coordinated
-from cfp.profiling.overwritten import count_rematerialized
 from cfp.program.calling import fixed
-from cfp.program.step import FlatStep
+from cfp.program.step import FlatStep, arguments_of, successors
 from cfp.runtime.execute import CompiledStep
 from cfp.targets import Target
 
@@ -44,7 +43,7 @@ class StepResult:
 
     time_ms: float
     metrics: Mapping[str, float]
-    comparison: Comparison = field(default_factory=Comparison)
+    comparison: Differences = field(default_factory=Differences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +54,6 @@ class Trial:
         tolerance: relative L2 distance that passes in a checked step.
         checked: True if the steps were compared with a reference.
         preset: the reference's preset, as in :class:`Reference`; "" on one device.
-        rematerialized: number of instructions that the compiler rematerializes in the
-            step and, if checked, in the compared programs; None for programs without a
-            text.
         narrow: True if kernels of the plan compute in less than float32.
         state: names of arguments by the places of the results that replace them; "" is
             the whole result.
@@ -68,7 +64,6 @@ class Trial:
     tolerance: float
     checked: bool
     preset: str = ""
-    rematerialized: tuple[int | None, ...] = ()
     narrow: bool = False
     state: Mapping[str, str] = field(default_factory=dict)
     drawn: bool = False
@@ -87,10 +82,10 @@ class Trial:
         return statistics.median(times[1:] or times)
 
     @property
-    def every(self) -> Comparison:
+    def every(self) -> Differences:
         """The leaves of all steps."""
-        leaves = [leaf for step in self.steps for leaf in step.comparison.leaves]
-        return Comparison(tuple(sorted(leaves, key=lambda x: -x.relative_l2)))
+        leaves = (leaf for step in self.steps for leaf in step.comparison)
+        return Differences(sorted(leaves, key=lambda x: -x.relative_l2))
 
     @property
     def failures(self) -> list[tuple[int, Leaf]]:
@@ -101,7 +96,7 @@ class Trial:
     @property
     def undecided(self) -> set[str]:
         """Leaves of which only the norm is compared."""
-        return {leaf.path for leaf in self.every.leaves if leaf.is_undecided}
+        return {leaf.path for leaf in self.every if leaf.is_undecided}
 
 
 _WHOLE = "result"  # Of a step that returns one array.
@@ -178,13 +173,11 @@ def run_trial(
             with _explained(is_check=True):
                 made = checking.step(lambda what, at=at: tell(f"{at}: {what}"))
             results[number - 1] = replace(one, comparison=made)
-    programs = [compiled] if checking is None else [compiled, checking.planned]
     return Trial(
         steps=tuple(results),
         tolerance=FULL_TOLERANCE if checking is None else checking.tolerance,
         checked=check,
         preset="" if checking is None else checking.reference.preset,
-        rematerialized=tuple(count_rematerialized(p.as_text()) for p in programs),
         narrow=checking is not None and bool(checking.planned.narrow),
         state=state,
         drawn=target.draws,
@@ -224,40 +217,30 @@ def _feedback(
     Raises:
         CfpError: a donated argument has no successor, and there is a second step.
     """
-    out = step.traced.out_info
-    parts: dict[int | None, Any] = {None: out}
-    parts |= dict(enumerate(out)) if isinstance(out, tuple | list) else {}
-    left = {place: _types(part, tree_leaves(part)) for place, part in parts.items()}
-    found: dict[int, int | None] = {}
-    state: dict[str, str] = {}
-    start = 0
-    for position, arg in enumerate(target.args):
-        if position in target.static:
-            continue
-        arrays = fixed(arg)  # As the step returns its results.
-        count = len(tree_leaves(arrays))
-        wanted = _types(arrays, step.avals[start : start + count])
-        name = step.arg_names[start].partition("/")[0] if count else ""
-        donated = any(plan.donated[start : start + count])
-        start += count
-        if not donated and count < 2:
-            continue  # An array of the same shape need not be the same thing.
-        matches = [place for place, types in left.items() if types == wanted]
-        if matches:
-            found[position] = place = matches[0]
-            state["" if place is None else str(place)] = name
-            del left[place]
-        elif donated and steps > 1:
-            raise CfpError(
-                f"Argument {position} ({name}) is donated, and the step returns "
-                "nothing of its structure, shapes and types to take its place, so it "
-                "can run only once. Use --steps 1, or plan without donating it."
-            )
-    return found, state
-
-
-def _types(tree: Any, avals: Sequence[Any]) -> tuple[Any, ...]:
-    return tree_structure(tree), *((aval.shape, aval.dtype) for aval in avals)
+    positions = (i for i in range(len(target.args)) if i not in target.static)
+    every = dict(zip(positions, arguments_of(step.in_tree), strict=True))
+    donated = {
+        i
+        for i, (places, _) in every.items()
+        if any(map(plan.donated.__getitem__, places))
+    }
+    # An array of the same shape need not be the same thing.
+    state = {
+        places: i for i, (places, _) in every.items() if i in donated or len(places) > 1
+    }
+    wanted = (every[i] for i in state.values())
+    found = {state[places]: place for places, place, _ in successors(step, wanted)}
+    names = {
+        i: step.arg_names[places.start].partition("/")[0] for places, i in state.items()
+    }
+    if steps > 1 and (lost := donated - found.keys()):
+        raise CfpError(
+            f"Argument {min(lost)} ({names[min(lost)]}) is donated, and the step "
+            "returns nothing of its structure, shapes and types to take its place, so "
+            "it can run only once. Use --steps 1, or plan without donating it."
+        )
+    by_place = {"" if p is None else str(p): names[i] for i, p in found.items()}
+    return found, by_place
 
 
 def _metrics(result: Any, feedback: Mapping[int, int | None]) -> dict[str, float]:

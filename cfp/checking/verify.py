@@ -7,7 +7,6 @@ fastest program.
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,7 +20,6 @@ from cfp.analysis.analyze import Analysis
 from cfp.context import device_memory
 from cfp.errors import CfpError
 from cfp.plan.compose import compose_plan
-from cfp.plan.file import constraints_to_json
 from cfp.plan.parts import check_arguments
 from cfp.plan.plan import Plan
 from cfp.presets.presets import presets
@@ -227,12 +225,7 @@ def _program(
     job, constraints = program.job, resolved(frame.program, mesh, plan.constraints)
     argument = {value: i for i, value in enumerate(frame.program.args)}
     output = {value: i for i, value in enumerate(frame.program.outputs)}
-    shardings = [
-        plan.arg_specs,
-        plan.output_specs,
-        constraints_to_json(plan.constraints),
-    ]
-    digest = hashlib.sha256(json.dumps(shardings).encode()).hexdigest()
+    digest = hashlib.sha256(plan.as_in_file().to_json().encode()).hexdigest()
     job = replace(
         job,
         key=ProfileKey((*job.key.parts, ("plan", digest))),
@@ -272,18 +265,16 @@ def verified_text(found: Verified) -> Sequence[str]:
         lines.append(
             f"Predicted were {plan.predicted_ms:.3f} ms, {basis_text(plan)}: {how_far}."
         )
-    others = sum(row.ran for row in found.rows) - (time_ms is not None)
     if late := [row for row in found.rows if row.is_skipped]:
         count = counted(len(late), "other was", "others were")
         lines.append(f"{count} not compiled: --seconds gives more time.")
+    others = sum(row.ran for row in found.rows) - (time_ms is not None)
     if not found.holds:
-        lines.append(
-            f"Faster is {found.best.winner!r}: {found.best.measured_ms:.3f} ms. It is "
-            "what -o writes."
-        )
+        fastest = f"{found.best.winner!r}: {found.best.measured_ms:.3f} ms"
+        lines.append(f"Faster is {fastest}. It is what -o writes.")
     elif others:
-        what = "The other one" if others == 1 else f"Each of the {others} others"
-        lines.append(f"{what} that ran is slower, or as fast.")
+        count = counted(others, "other that ran is", "others that ran are")
+        lines.append(f"{count} slower, or as fast.")
     else:
         lines.append("Nothing else ran, so that nothing is known to be faster.")
     return lines

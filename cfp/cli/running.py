@@ -132,14 +132,13 @@ def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
     rates = throughput(plan, trial.median_ms)
     largest = [
         _finite({"path": one.path, "relative_l2": one.relative_l2})
-        for one in trial.every.leaves[:1]
+        for one in trial.every[:1]
     ]
     return {
         "plan": plan.winner,
         "peak_bytes": plan.peak_bytes,
         "segments_recomputed": len(plan.constraints.rematerialized),
         "compiler_options": dict(plan.options),
-        "rematerialized": list(trial.rematerialized),
         "median_ms": trial.median_ms,
         "throughput": rates and asdict(rates),
         "steps": [
@@ -203,10 +202,10 @@ def check_text(trial: Trial) -> str:
 
 
 def _check_lines(trial: Trial) -> Iterator[str]:
-    if not trial.every.leaves:
+    if not trial.every:
         yield "Check: the step returns nothing to compare."
         return
-    against, largest = reference_text(trial.preset), trial.every.leaves[0]
+    against, largest = reference_text(trial.preset), trial.every[0]
     if failures := list_failures(trial):
         yield (
             f"Check FAILED: largest relative L2 difference from {against}: "

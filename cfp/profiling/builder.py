@@ -246,25 +246,32 @@ def build_lowered(
             build_seconds=time.perf_counter() - started,
         )
     seconds = time.perf_counter() - started
-    memory = compiled.memory_analysis()
-    sizes: dict[str, int] = {}
-    if memory is not None:  # Not every backend keeps account.
-        sizes = {
-            "argument_bytes": memory.argument_size_in_bytes,
-            "output_bytes": memory.output_size_in_bytes,
-            "alias_bytes": memory.alias_size_in_bytes,
-            "temp_bytes": memory.temp_size_in_bytes,
-            "code_bytes": memory.generated_code_size_in_bytes,
-        }
-        if not memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes:
-            # CPUs' compiler counts what the host has as a device's.
-            for name, size in _bytes_in_host(compiled).items():
-                sizes[name] -= size
+    return Built(
+        key=key,
+        compiled=compiled,
+        collectives=collectives_in(text),
+        build_seconds=seconds,
+        **asdict(compiled_bytes(compiled)),
+    )
+
+
+def compiled_bytes(compiled: jax.stages.Compiled) -> CompiledBytes:
+    """The memory that a program needs, as its compiler says; nothing if it does not."""
+    if (memory := compiled.memory_analysis()) is None:
+        return CompiledBytes()
+    sizes: dict[str, int] = {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "code_bytes": memory.generated_code_size_in_bytes,
+    }
+    if not memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes:
+        # CPUs' compiler counts what the host has as a device's.
+        for name, size in _bytes_in_host(compiled).items():
+            sizes[name] -= size
     # Some backends state -1 for what they do not know.
-    found: dict[str, Any] = {name: max(0, int(size)) for name, size in sizes.items()}
-    collectives = collectives_in(text)
-    made = {"key": key, "compiled": compiled, "collectives": collectives}
-    return Built(**made, **found, build_seconds=seconds)
+    return CompiledBytes(**{name: max(0, int(size)) for name, size in sizes.items()})
 
 
 def _bytes_in_host(compiled: jax.stages.Compiled) -> dict[str, int]:

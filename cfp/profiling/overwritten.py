@@ -39,8 +39,6 @@ _READS_NOTHING = (*_PARTS, "tuple", "parameter", "constant")
 # Ops that write into an operand: which one.
 _IN_PLACE = {"dynamic-update-slice": 0, "scatter": 0, "ragged-all-to-all": 1}
 
-# Defined, not read: `%fusion.3.remat2 = `.
-_REMATERIALIZED = re.compile(r"^\s*(?:ROOT )?%?([\w.-]*\.remat[\w.-]*) =", re.M)
 _ALIASING = re.compile(r"output_to_operand_aliasing=\{(.*?\))\s*\}")
 _DONATED = re.compile(r"input_output_alias=\{(.*?\))\s*\}")
 _PAIR = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
@@ -116,11 +114,6 @@ def _called(module: Module) -> set[str]:
 def has_rematerialized(hlo_text: str) -> bool:
     """Returns True if the compiler rematerializes something, by its names."""
     return ".remat" in hlo_text
-
-
-def count_rematerialized(hlo_text: str) -> int | None:
-    """Counts the instructions that the compiler rematerializes; None without text."""
-    return len(set(_REMATERIALIZED.findall(hlo_text))) if hlo_text.strip() else None
 
 
 def read_after_overwritten(hlo_text: str) -> str | None:

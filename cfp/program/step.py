@@ -524,13 +524,16 @@ def typed_as_returned(step: FlatStep) -> FlatStep:
     """
     state = [
         (places, tree)
-        for places, tree in _arguments(step.in_tree)
+        for places, tree in arguments_of(step.in_tree)
         if any(step.donated[i] for i in places)
     ]
     weak = [aval.weak_type for aval in step.avals]
     while any(weak[i] for places, _ in state for i in places):
         before = list(weak)
-        returned = [*_returned(step, state)]
+        pairs = (
+            zip(places, new, strict=True) for places, _, new in successors(step, state)
+        )
+        returned = [pair for some in pairs for pair in some]
         for argument, result in returned:
             weak[argument] &= result.weak_type
         if weak == before:
@@ -564,7 +567,7 @@ def _do_the_same(one: FlatStep, other: FlatStep) -> bool:
     return do_the_same(*traces)
 
 
-def _arguments(in_tree: Any) -> Iterator[tuple[range, Any]]:
+def arguments_of(in_tree: Any) -> Iterator[tuple[range, Any]]:
     """Yields the leaves and the structure of each argument of a step."""
     start = 0
     for tree in (one for part in in_tree.children() for one in part.children()):
@@ -572,27 +575,28 @@ def _arguments(in_tree: Any) -> Iterator[tuple[range, Any]]:
         start += tree.num_leaves
 
 
-def _returned(
+def successors(
     step: FlatStep, state: Iterable[tuple[range, Any]]
-) -> Iterator[tuple[int, Any]]:
-    """Yields argument leaves, each with the type of the result that replaces it.
+) -> Iterator[tuple[range, int | None, Sequence[Any]]]:
+    """Yields arguments' leaves, with the place and the types of what replaces them.
 
     Args:
-        state: leaves and structure of arguments. One is replaced by all results, or by
-            the first of them, that has its structure, shapes and dtypes.
+        state: leaves and structure of arguments. One is replaced by all results, which
+            have the place None, or by the first of them, that has its structure, shapes
+            and dtypes.
     """
     results = step.traced.jaxpr.out_avals
-    out = tree_structure(step.traced.out_info)
-    found, start = [(results, out)], 0
+    out, start = tree_structure(step.traced.out_info), 0
+    found: list[tuple[int | None, Sequence[Any], Any]] = [(None, results, out)]
     if (node := out.node_data()) is not None and issubclass(node[0], tuple | list):
-        for tree in out.children():
-            found.append((results[start : start + tree.num_leaves], tree))
+        for place, tree in enumerate(out.children()):
+            found.append((place, results[start : start + tree.num_leaves], tree))
             start += tree.num_leaves
     for places, tree in state:
         kinds = [(step.avals[i].shape, step.avals[i].dtype) for i in places]
         for one in found:
-            if one[1] == tree and [(r.shape, r.dtype) for r in one[0]] == kinds:
-                yield from zip(places, one[0], strict=True)
+            if one[2] == tree and [(r.shape, r.dtype) for r in one[1]] == kinds:
+                yield places, *one[:2]
                 found.remove(one)
                 break
 

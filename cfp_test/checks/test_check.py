@@ -164,7 +164,7 @@ def test_noise_alone_passes(dtype, tmp_path):
     trial = trial_of(target, "data_parallel", 4, tmp_path)
     assert trial.tolerance == FULL_TOLERANCE
     assert trial.failures == []
-    far = {d.path for d in trial.steps[0].comparison.leaves if d.relative_l2 > 1e-4}
+    far = {d.path for d in trial.steps[0].comparison if d.relative_l2 > 1e-4}
     # What one device is not sure of itself: this leaf, and its moments.
     assert far and all(path.endswith("/key_bias") for path in far)
 
@@ -203,8 +203,8 @@ def shares(dtype, optimizer, fault):
     check.start(make_args(optimizer))
     found = check.step()
     failed = {d.path for d in found.failures}
-    allowed = {leaf.path: leaf.relative_l2 / leaf.allowed for leaf in found.leaves}
-    noise = {leaf.path for leaf in found.leaves if leaf.is_undecided}
+    allowed = {leaf.path: leaf.relative_l2 / leaf.allowed for leaf in found}
+    noise = {leaf.path for leaf in found if leaf.is_undecided}
     assert all(path.endswith("/key_bias") for path in noise)
     assert failed == {path for path, share in allowed.items() if share > 1} - noise
     return allowed
@@ -318,7 +318,7 @@ def test_a_step_in_float64_is_compared_in_float64():
         )
         other.start((w, x))
         found = other.step()
-        assert 1e-10 < found.leaves[0].relative_l2 < 1e-6
+        assert 1e-10 < found[0].relative_l2 < 1e-6
         assert found.failures != []
 
 
@@ -488,7 +488,7 @@ def test_without_room_on_one_device_a_preset_is_the_reference(
     assert f"step as written, sharded over the same devices by {other}" in " ".join(
         check_text(found).split()
     )
-    assert all(step.comparison.leaves for step in found.steps)
+    assert all(step.comparison for step in found.steps)
 
 
 @dataclass(frozen=True)
@@ -560,14 +560,15 @@ def test_a_wrong_plan_fails_beside_a_preset(monkeypatch, tmp_path):
 def test_a_check_needs_what_the_larger_program_does():
     """With its arguments, and with results that take no donated argument's place."""
 
-    def sized(arguments, temporary, results, aliased, is_here=True, in_host=0):
+    def sized(arguments, temporary, results, aliased, is_here=True):
         size = SimpleNamespace(
             argument_size_in_bytes=arguments,
             temp_size_in_bytes=temporary,
             output_size_in_bytes=results,
             alias_size_in_bytes=aliased,
-            host_argument_size_in_bytes=in_host,
-            host_output_size_in_bytes=in_host,
+            generated_code_size_in_bytes=0,
+            host_argument_size_in_bytes=1,
+            host_output_size_in_bytes=0,
         )
         sharding = SimpleNamespace(is_fully_addressable=is_here)
         return SimpleNamespace(
@@ -582,9 +583,6 @@ def test_a_check_needs_what_the_larger_program_does():
     # Of what several processes share nothing is in the host's memory meanwhile.
     shared = sized(10, 56, 12, 10, is_here=False)
     assert needed_bytes(sized(1, 1, 1, 1), shared) == 68 + 10 + 12
-    # What the step has in the host's memory passes through the device's.
-    away = sized(0, 56, 2, 0, in_host=10)
-    assert needed_bytes(sized(1, 1, 1, 1), away) == 56 + 10 + 12
 
 
 def live_bytes(known):

@@ -87,13 +87,13 @@ def test_steps_are_checked(name, donate, leaves, tmp_path, monkeypatch):
     # The plan's own program is there already, and is not compiled for the check.
     (prepared,) = (line for line in told if line.startswith("preparing the check"))
     assert "compiled where they are not there already" in prepared
-    paths = [d.path for d in trial.steps[0].comparison.leaves]
+    paths = [d.path for d in trial.steps[0].comparison]
     named = {trial.named(path).partition("/")[0] for path in paths}
     assert named == ({"net"} if name == "updating" else {"net", "opt", "2"})
     for step in trial.steps:
         # Of arrays alone, and each of them was changed by the step.
-        assert len(step.comparison.leaves) == leaves
-        changed = [leaf for leaf in step.comparison.leaves if leaf.change > 0]
+        assert len(step.comparison) == leaves
+        changed = [leaf for leaf in step.comparison if leaf.change > 0]
         assert len(changed) >= 4
 
 

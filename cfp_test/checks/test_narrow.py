@@ -55,7 +55,7 @@ def failures(kernel):
     found = compared(
         partial(common, kernel=kernel), partial(common, kernel=lambda x: x)
     )
-    [only] = found.leaves
+    [only] = found
     return only.relative_l2, only.rounding, found.failures
 
 
@@ -80,7 +80,7 @@ def test_a_result_of_nothing_but_a_kernels_rounding_fails(size):
     found = compared(
         lambda w, x, y: {"w": size * (rounded(w) - w)}, lambda w, x, y: {"w": w}
     )
-    [only] = found.leaves
+    [only] = found
     assert only.size < 1e-2 * max(only.norms)
     assert only.rounding < 1e-2
     assert found.failures == [only] and not only.is_undecided
@@ -95,6 +95,6 @@ def test_a_result_of_nothing_but_rounding_on_both_sides_is_undecided():
     found = compared(
         partial(nothing, kernel=rounded), partial(nothing, kernel=lambda x: x)
     )
-    [only] = found.leaves
+    [only] = found
     assert only.relative_l2 > 1e3
     assert only.is_undecided and not found.failures

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cfp.checking.check import Comparison, Leaf, brought_together, compare
+from cfp.checking.check import Differences, Leaf, brought_together, compare
 from cfp.checking.trial import StepResult, Trial, _metrics
 from cfp.program import memory
 
@@ -18,8 +18,8 @@ def trial(*steps: tuple[float, ...], tolerance: float = 1e-5) -> Trial:
             StepResult(
                 time_ms=float(i + 1),
                 metrics={"accuracy": 0.5, "train/loss": 2.0},
-                comparison=Comparison(
-                    (
+                comparison=Differences(
+                    [
                         Leaf(
                             path="w",
                             relative_l2=off,
@@ -28,7 +28,7 @@ def trial(*steps: tuple[float, ...], tolerance: float = 1e-5) -> Trial:
                             tolerance=tolerance,
                         ),
                         Leaf(path="b", relative_l2=0.0),
-                    )
+                    ]
                 ),
             )
             for i, (off, rounding, *change) in enumerate(steps)
@@ -63,7 +63,7 @@ def test_what_fails_a_check(off, rounding, change, fails):
 
 def test_summaries():
     found = trial((1e-7, 0.0), (3e-7, 0.0), (2e-7, 0.0))
-    assert found.every.leaves[0] == Leaf(path="w", relative_l2=3e-7)
+    assert found.every[0] == Leaf(path="w", relative_l2=3e-7)
     assert found.median_ms == 2.5  # Without the first step.
     assert trial((0.0, 0.0)).median_ms == 1.0
 

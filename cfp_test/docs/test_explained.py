@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cfp.checking.check import Comparison, Leaf
+from cfp.checking.check import Differences, Leaf
 from cfp.checking.trial import StepResult, Trial
 from cfp.cli.running import check_text, list_failures, trial_data
 from cfp.errors import CfpError
@@ -76,7 +76,7 @@ def test_what_is_donated_and_not_returned():
 def checked(off: float, rounding: float) -> Trial:
     """Returns a check of a step with one leaf, which is off by so much."""
     leaf = Leaf(path="w", relative_l2=off, rounding=rounding, change=1.0)
-    step = StepResult(time_ms=1.0, metrics={}, comparison=Comparison((leaf,)))
+    step = StepResult(time_ms=1.0, metrics={}, comparison=Differences([leaf]))
     return Trial(steps=(step,), tolerance=1e-5, checked=True)
 
 

@@ -352,7 +352,7 @@ def test_a_check_is_against_the_same_rounded_products(tmp_path):
     check.start(arguments())
     made = check.step()
     assert not made.failures
-    assert max(leaf.relative_l2 for leaf in made.leaves) <= 1e-3
+    assert max(leaf.relative_l2 for leaf in made) <= 1e-3
     of_loss, of_state = sorted(made.rounded.values())
     assert 1e-4 <= of_loss <= 2e-2 <= of_state <= 0.2
 

@@ -21,18 +21,13 @@ from cfp import platform
 from cfp.api import Fastest, Variant, plan_fastest
 from cfp.cli import options as o
 from cfp.cli.options import (
+    Answer,
     leave_printing_to_process_0,
     mode_of,
-    only_json,
-    plan_data,
+    plan_answer,
     save,
-    suggest,
 )
-from cfp.cli.session import (
-    check_writable,
-    open_session,
-    parse_pins,
-)
+from cfp.cli.session import check_writable, open_session, parse_pins
 from cfp.cluster.on_ray import plan_on_ray
 from cfp.devices.described import Cluster, DescribedMesh, cluster_of, mesh_of
 from cfp.errors import CfpError
@@ -46,7 +41,6 @@ from cfp.units import parse_bytes
 from cfp.view import passes
 from cfp.view.console import print_view
 from cfp.view.progress import Display
-from cfp.view.text import print_plan
 
 _ALL = "all"
 
@@ -207,7 +201,7 @@ def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
         metavar="N,N",
     ),
 )
-def plan(ctx: typer.Context, given: Any) -> None:
+def plan(ctx: typer.Context, given: Any) -> Answer:
     """Plan how to shard a step: analyze, profile, search, race.
 
     Example: cfp plan gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --platform cpu
@@ -215,23 +209,16 @@ def plan(ctx: typer.Context, given: Any) -> None:
     For devices that are not here: cfp plan gpt --for 2x8xh100 --mesh x=2,y=8.
     """
     if mode_of(ctx, {"presets": _OF_PRESETS}, {}) is not None:
-        list_presets(ctx)
-        return
+        return list_presets(ctx)
     o.supervise(ctx, given.workdir)
     parse_bytes(given.memory_budget)
     parse_pins(given.pin)
     check_writable(given.output)
-    with only_json(given.as_json) as print_json:
-        found = find(ctx) if given.ray is None else find_on_ray(ctx)
-        save(found.plan, given.output, say=not given.as_json)
-        if given.as_json:
-            print_json(plan_data(found.plan))
-            return
-        print_plan(found.plan)
-        _, _, count = found.name.partition(", microbatches ")
-        if count:
-            print(f"Give cfp run --microbatches {count}, too.")
-        suggest(found.plan, given.output)
+    found = find(ctx) if given.ray is None else find_on_ray(ctx)
+    save(found.plan, given.output, say=not given.as_json)
+    _, _, count = found.name.partition(", microbatches ")
+    more = [f"Give cfp run --microbatches {count}, too."] * bool(count)
+    return plan_answer(found.plan, given.output, *more)
 
 
 def find(given: Any) -> Fastest:
@@ -291,13 +278,8 @@ _OF_PRESETS = (
 )
 
 
-def list_presets(ctx: typer.Context) -> None:
-    """Prints the presets for a step."""
-    as_json = ctx.params["as_json"]
-    with only_json(as_json) as print_json:
-        analysis = open_session(ctx).analysis
-        found = passes.presets_data(analysis, named_choices(analysis.frame))
-        if as_json:
-            print_json(found)
-            return
-        print_view(passes.presets_rows(found).table)
+def list_presets(ctx: typer.Context) -> Answer:
+    """Lists the presets for a step."""
+    analysis = open_session(ctx).analysis
+    found = passes.presets_data(analysis, named_choices(analysis.frame))
+    return Answer(lambda: found, lambda: print_view(passes.presets_rows(found).table))

@@ -10,14 +10,14 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from inspect import Parameter, Signature
 from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand
@@ -37,6 +37,7 @@ from cfp.profiling.tasks import Progress
 from cfp.settings import ConstraintLevel
 from cfp.view.console import literal_console, wrapped
 from cfp.view.remarks import unplanned_text
+from cfp.view.text import print_plan
 from cfp.view.throughput import throughput
 from cfp.view.words import sentence
 
@@ -73,28 +74,31 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     return {**json.loads(plan.to_json()), "throughput": rates and asdict(rates)}
 
 
-def suggest(made: Plan, output: Path | None) -> None:
-    """Prints how to save a plan that was not saved, and the next command."""
-    if output is not None:
-        return
-    if "described" in made.environment:
-        then = "on its devices, cfp verify plan.json TARGET times it"
-    else:
+class Answer(NamedTuple):
+    """A command's answer: plain data for --json, or a function that prints it."""
+
+    data: Callable[[], Any]
+    show: Callable[[], None]
+    failed: bool = False
+
+
+def plan_answer(made: Plan, output: Path | None, *more: str) -> Answer:
+    """Returns a new plan as an answer, with more lines and how to save it.
+
+    Args:
+        output: the file that it was saved to, or None.
+    """
+
+    def show() -> None:
+        print_plan(made)
         then = "then run it with cfp run --plan plan.json"
-    print(f"Save a plan with -o plan.json; {then}")
+        if "described" in made.environment:
+            then = "on its devices, cfp verify plan.json TARGET times it"
+        hint = [f"Save a plan with -o plan.json; {then}"] * (output is None)
+        for line in (*more, *hint):
+            print(line)
 
-
-@contextlib.contextmanager
-def only_json(wanted: bool) -> Iterator[Callable[[Any], None]]:
-    """Keeps stdout for one document: all other output goes to stderr."""
-    stdout = sys.stdout
-
-    def print_json(data: Any) -> None:
-        if not is_follower():
-            print(json.dumps(data, indent=1), file=stdout)
-
-    with contextlib.redirect_stdout(sys.stderr if wanted else stdout):
-        yield print_json
+    return Answer(partial(plan_data, made), show)
 
 
 def leave_printing_to_process_0() -> None:
@@ -301,7 +305,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 def command(
     *names: str, **own: Option
-) -> Callable[[Callable[[Any, Any], None]], Callable[..., None]]:
+) -> Callable[[Callable[[Any, Any], Answer | None]], Callable[..., None]]:
     """Makes a command of a function of the context and the options' values.
 
     Errors end in one message, and an exit code.
@@ -313,7 +317,9 @@ def command(
     options = {name: own.get(name) or OPTIONS[name] for name in names} | own
     ctx = Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
-    def wrapped_by(function: Callable[[Any, Any], None]) -> Callable[..., None]:
+    def wrapped_by(
+        function: Callable[[Any, Any], Answer | None],
+    ) -> Callable[..., None]:
         def run(ctx: typer.Context, **given: Any) -> None:
             _with_one_message(function, ctx, given)
 
@@ -328,10 +334,21 @@ def command(
 
 
 def _with_one_message(
-    function: Callable[[Any, Any], None], ctx: typer.Context, given: dict[str, Any]
+    function: Callable[[Any, Any], Answer | None],
+    ctx: typer.Context,
+    given: dict[str, Any],
 ) -> None:
+    stdout, as_json = sys.stdout, bool(given.get("as_json"))
     try:
-        function(ctx, SimpleNamespace(**given))
+        # With --json one document goes to stdout, and all other output to stderr.
+        with contextlib.redirect_stdout(sys.stderr if as_json else stdout):
+            answer = function(ctx, SimpleNamespace(**given))
+            if answer is not None and not as_json:
+                answer.show()
+        if answer is not None and as_json and not is_follower():
+            print(json.dumps(answer.data(), indent=1))
+        if answer is not None and answer.failed:
+            raise typer.Exit(1)
     except CfpError as error:
         print_error(str(error))
         if "static_argnums" in str(error):
@@ -346,14 +363,10 @@ def _with_one_message(
         raise typer.Exit(INTERRUPTED) from error
 
 
-def supervise(
-    ctx: typer.Context,
-    workdir: Path | None,
-    more_done: Callable[[], int] = lambda: 0,
-) -> None:
+def supervise(ctx: typer.Context, workdir: Path | None) -> None:
     """Continues in a child process, which measures; see :meth:`Supervision.enter`."""
     if isinstance(ctx.obj, Supervision):
-        ctx.obj.enter(store_path(workdir), more_done)
+        ctx.obj.enter(store_path(workdir))
 
 
 # How the text of an option is read, where it has another type than the setting.

@@ -18,19 +18,8 @@ from cfp import platform as platforms
 from cfp.analysis.dump import segment_records
 from cfp.api import FoundPlan, race_until_fit
 from cfp.cli import options as o
-from cfp.cli.options import (
-    mode_of,
-    only_json,
-    plan_data,
-    save,
-    suggest,
-)
-from cfp.cli.session import (
-    Session,
-    check_writable,
-    dump_session,
-    open_session,
-)
+from cfp.cli.options import Answer, mode_of, plan_answer, save
+from cfp.cli.session import Session, check_writable, dump_session, open_session
 from cfp.context import open_context
 from cfp.devices.device_kind import description_of
 from cfp.errors import CfpError
@@ -46,7 +35,6 @@ from cfp.units import parse_bytes
 from cfp.view import passes
 from cfp.view.console import print_view
 from cfp.view.progress import Display
-from cfp.view.text import print_plan
 
 
 def export_profiles(given: Any) -> None:
@@ -75,32 +63,31 @@ def import_profiles(given: Any) -> None:
         print(f"{len(store)} in {store.path}")
 
 
-def measure_curves(given: Any) -> None:
+def measure_curves(given: Any) -> Answer:
     """Measures the rates of collectives over the axes of a mesh, or looks them up."""
     link, describe = given.link, given.describe
     check_writable(describe, "--describe")
     axes = platforms.parse_mesh(given.devices, given.mesh)
-    with only_json(given.as_json) as print_json:
-        platforms.select(given.platform, axes)
-        with (
-            ProfileStore(store_path(given.workdir)) as store,
-            Display(given.quiet) as display,
-        ):
-            devices_mesh = platforms.make_mesh(axes)
-            if devices_mesh.size == 1:
-                raise CfpError(
-                    "One device sends nothing. Give a mesh of two or more; "
-                    "--devices 4 --platform cpu shows how it works."
-                )
-            rates = measure_rates(
-                devices_mesh, store, MeasureOptions(progress=display.tell)
+    platforms.select(given.platform, axes)
+    with (
+        ProfileStore(store_path(given.workdir)) as store,
+        Display(given.quiet) as display,
+    ):
+        devices_mesh = platforms.make_mesh(axes)
+        if devices_mesh.size == 1:
+            raise CfpError(
+                "One device sends nothing. Give a mesh of two or more; "
+                "--devices 4 --platform cpu shows how it works."
             )
-        if describe is not None:
-            describe.write_text(description_of(devices_mesh, rates))
-        if given.as_json:
-            print_json(passes.curves_data(rates, link))
-        else:
-            print_view(passes.curves_rows(rates, link).table)
+        rates = measure_rates(
+            devices_mesh, store, MeasureOptions(progress=display.tell)
+        )
+    if describe is not None:
+        describe.write_text(description_of(devices_mesh, rates))
+    return Answer(
+        partial(passes.curves_data, rates, link),
+        lambda: print_view(passes.curves_rows(rates, link).table),
+    )
 
 
 # Modes of cfp profile, by parameter, with the options that go with each.
@@ -121,21 +108,21 @@ _MODES = {
     *("target", "devices", "mesh", "platform", "workdir", "as_json", "pin", "donate"),
     "static",
 )
-def analyze(ctx: typer.Context, given: Any) -> None:
+def analyze(ctx: typer.Context, given: Any) -> Answer:
     """Show a step's blocks, their strategies and its segments. Runs nothing.
 
     Example: cfp analyze moe --layers 4 --platform cpu --workdir debug
     """
-    with only_json(given.as_json) as print_json:
-        session = open_session(ctx)
-        folder = dump_session(session, given.workdir)
-        data = passes.analysis_data(session.analysis, session.seconds)
-        if given.as_json:
-            print_json(data)
-            return
+    session = open_session(ctx)
+    folder = dump_session(session, given.workdir)
+    data = passes.analysis_data(session.analysis, session.seconds)
+
+    def show() -> None:
         print_view(partial(passes.analysis_view, data))
         if folder is not None:
             print(f"Details: {folder}")
+
+    return Answer(lambda: data, show)
 
 
 _INSTEAD = "Instead of a step's measurements"
@@ -184,7 +171,7 @@ _CURVES = "Curves of links"
         metavar="FILE",
     ),
 )
-def profile(ctx: typer.Context, given: Any) -> None:
+def profile(ctx: typer.Context, given: Any) -> Answer | None:
     """Measure the strategies of every kind of segment, and store them.
 
     Or, without a TARGET: carry stored measurements between machines (--export,
@@ -204,23 +191,22 @@ def profile(ctx: typer.Context, given: Any) -> None:
     if mode in (None, "curves"):
         o.supervise(ctx, given.workdir)
     if mode is not None:
-        _MODES[mode][0](given)
-        return
+        return _MODES[mode][0](given)
     budget = parse_bytes(given.memory_budget)
-    with only_json(given.as_json) as print_json:
-        with Display(given.quiet) as display:
-            session = open_session(ctx)
-            settings = o.settings(ctx, progress=display.tell)
-            with open_context(session.mesh, given.workdir, budget, settings) as context:
-                kept = context.store.path
-                found = profile_segments(context, session.analysis, races=False)
-        data = passes.profiles_data(session.analysis, found)
-        if given.as_json:
-            print_json(data)
-            return
+    with Display(given.quiet) as display:
+        session = open_session(ctx)
+        settings = o.settings(ctx, progress=display.tell)
+        with open_context(session.mesh, given.workdir, budget, settings) as context:
+            kept = context.store.path
+            found = profile_segments(context, session.analysis, races=False)
+    data = passes.profiles_data(session.analysis, found)
+
+    def show() -> None:
         segments = segment_records(session.analysis)
         print_view(partial(passes.profiles_view, data, segments))
         print(f"Kept in {kept}")
+
+    return Answer(lambda: data, show)
 
 
 @o.command(
@@ -230,7 +216,7 @@ def profile(ctx: typer.Context, given: Any) -> None:
     *("no_race", "retry_failures", "run_timeout", "build_timeout"),
     *("donate", "static", "quiet"),
 )
-def search(ctx: typer.Context, given: Any) -> None:
+def search(ctx: typer.Context, given: Any) -> Answer:
     """Find the fastest plan from the measurements of cfp profile, then race it.
 
     Example: cfp search gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --workdir work
@@ -238,17 +224,12 @@ def search(ctx: typer.Context, given: Any) -> None:
     o.supervise(ctx, given.workdir)
     budget = parse_bytes(given.memory_budget)
     check_writable(given.output)
-    with only_json(given.as_json) as print_json:
-        with Display(given.quiet) as display:
-            session = open_session(ctx)
-            settings = o.settings(ctx, progress=display.tell)
-            made = search_stored(session, given.workdir, budget, settings).plan
-        save(made, given.output, say=not given.as_json)
-        if given.as_json:
-            print_json(plan_data(made))
-            return
-        print_plan(made)
-        suggest(made, given.output)
+    with Display(given.quiet) as display:
+        session = open_session(ctx)
+        settings = o.settings(ctx, progress=display.tell)
+        made = search_stored(session, given.workdir, budget, settings).plan
+    save(made, given.output, say=not given.as_json)
+    return plan_answer(made, given.output)
 
 
 def search_stored(

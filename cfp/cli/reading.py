@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from cfp.cli import options as o
-from cfp.cli.options import mode_of
+from cfp.cli.options import Answer, mode_of
 from cfp.cli.session import check_writable, target_of
 from cfp.plan.plan import Plan
 from cfp.view.diff import diff_data, diff_text
@@ -54,7 +56,7 @@ _SHOW_TAKES = {
         "source lines, as Python to paste.",
     ),
 )
-def show(ctx: typer.Context, given: Any) -> None:
+def show(ctx: typer.Context, given: Any) -> Answer:
     """Show a saved plan: as a table, explained, compared, as HTML or as Python.
 
     Example: cfp show plan.json --explain --block layer_0
@@ -66,24 +68,20 @@ def show(ctx: typer.Context, given: Any) -> None:
     mode_of(ctx, _SHOW_TAKES, {"block": "explain"})
     check_writable(given.html, "--html")
     plan = Plan.load(given.path)
+    data: Callable[[], Any] = partial(json.loads, plan.to_json())
     if given.html is not None:
         plan.report(given.html)
-        print(f"Saved {given.html}")
+        text = f"Saved {given.html}\n"
     elif given.diff is not None:
-        other = Plan.load(given.diff)
-        if given.as_json:
-            print(json.dumps(diff_data(plan, other), indent=1))
-        else:
-            names = str(given.path), str(given.diff)
-            print(diff_text(plan, other, names), end="")
+        other, names = Plan.load(given.diff), (str(given.path), str(given.diff))
+        data, text = partial(diff_data, plan, other), diff_text(plan, other, names)
     elif given.python:
-        print(python_text(plan), end="")
+        text = python_text(plan)
     elif given.explain:
-        print(explain_text(plan, given.block), end="")
-    elif given.as_json:
-        print(plan.to_json())
+        text = explain_text(plan, given.block)
     else:
-        print_plan(plan)
+        return Answer(data, partial(print_plan, plan))
+    return Answer(data, partial(print, text, end=""))
 
 
 @o.command(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -21,7 +22,7 @@ from cfp.checking.verify import (
 )
 from cfp.checking.verify import verify as verify_plan
 from cfp.cli import options as o
-from cfp.cli.options import only_json, save
+from cfp.cli.options import Answer, save
 from cfp.cli.session import analyse, check_writable, target_of
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
@@ -60,7 +61,7 @@ _DRAWN = (
     ),
     seed=o.Option(int, "Seed of random arguments.", default=0),
 )
-def run(ctx: typer.Context, given: Any) -> None:
+def run(ctx: typer.Context, given: Any) -> Answer:
     """Run a step for real: under a plan, a preset, or a new plan.
 
     Without --plan or --preset the step is planned first.
@@ -75,44 +76,42 @@ def run(ctx: typer.Context, given: Any) -> None:
             "out one of them; cfp show plan.json prints a plan's memory."
         )
     budget = parse_bytes(given.memory_budget)
-    with only_json(given.as_json) as print_json:
-        saved = Plan.load(given.plan) if given.plan is not None else None
-        with Display(given.quiet) as display:
-            found, devices_mesh = target_of(ctx, saved)
-            if saved is not None:
-                used = saved.on(devices_mesh)
-            else:
-                used = api.plan(
-                    found.step,
-                    *found.args,
-                    mesh=devices_mesh,
-                    static_argnums=found.static,
-                    donate_argnums=found.donate,
-                    memory_budget=budget,
-                    preset=given.preset,
-                    cache_dir=given.workdir,
-                    settings=o.settings(ctx, progress=display.tell),
-                )
-            trial = run_trial(
-                used,
-                found,
-                steps=given.steps,
-                check=given.check,
-                tolerance=given.tolerance,
-                seed=given.seed,
-                progress=display.tell,
-            )
-        elsewhere = _elsewhere_text(saved or used, devices_mesh)
-        if given.as_json:
-            print_json(trial_data(trial, used))
+    saved = Plan.load(given.plan) if given.plan is not None else None
+    with Display(given.quiet) as display:
+        found, devices_mesh = target_of(ctx, saved)
+        if saved is not None:
+            used = saved.on(devices_mesh)
         else:
-            _print_trial(trial)
-            # A share of the rate is of devices that the plan is for.
-            rates = None if elsewhere else throughput(used, trial.median_ms)
-            for text in filter(None, (rates, elsewhere)):
-                print(text)
-    if trial.failures:
-        raise typer.Exit(1)
+            used = api.plan(
+                found.step,
+                *found.args,
+                mesh=devices_mesh,
+                static_argnums=found.static,
+                donate_argnums=found.donate,
+                memory_budget=budget,
+                preset=given.preset,
+                cache_dir=given.workdir,
+                settings=o.settings(ctx, progress=display.tell),
+            )
+        trial = run_trial(
+            used,
+            found,
+            steps=given.steps,
+            check=given.check,
+            tolerance=given.tolerance,
+            seed=given.seed,
+            progress=display.tell,
+        )
+    elsewhere = _elsewhere_text(saved or used, devices_mesh)
+
+    def show() -> None:
+        _print_trial(trial)
+        # A share of the rate is of devices that the plan is for.
+        rates = None if elsewhere else throughput(used, trial.median_ms)
+        for text in filter(None, (rates, elsewhere)):
+            print(text)
+
+    return Answer(partial(trial_data, trial, used), show, bool(trial.failures))
 
 
 def _elsewhere_text(plan: Plan, mesh: Mesh) -> str:
@@ -275,7 +274,7 @@ def _rounding_text(trial: Trial) -> str:
     seconds=o.Option(float, "About how long it may take.", default=60.0, min=1),
     other_devices=o.Option(bool, "Time it on devices of another kind all the same."),
 )
-def verify(ctx: typer.Context, given: Any) -> None:
+def verify(ctx: typer.Context, given: Any) -> Answer:
     """Time a plan on its devices, with the presets.
 
     Says how far the prediction was off. The fastest is written with -o, measured.
@@ -284,28 +283,28 @@ def verify(ctx: typer.Context, given: Any) -> None:
     """
     o.supervise(ctx, given.workdir)
     check_writable(given.output)
-    with only_json(given.as_json) as print_json:
-        plan = Plan.load(given.path)
-        with Display(given.quiet) as display:
-            found, mesh = target_of(ctx, plan, ELSEWHERE)
-            if not given.other_devices:
-                check_devices(plan, mesh)
-            session = analyse(found, mesh, plan=plan)
-            verified = verify_plan(
-                plan,
-                session.analysis,
-                session.step,
-                session.lowering.out_tree,
-                mesh=session.mesh,
-                seconds=given.seconds,
-                cache_dir=given.workdir,
-                progress=display.tell,
-            )
-        save(verified.best, given.output, say=not given.as_json)
-        if given.as_json:
-            print_json(verified_data(verified))
-            return
+    plan = Plan.load(given.path)
+    with Display(given.quiet) as display:
+        found, mesh = target_of(ctx, plan, ELSEWHERE)
+        if not given.other_devices:
+            check_devices(plan, mesh)
+        session = analyse(found, mesh, plan=plan)
+        verified = verify_plan(
+            plan,
+            session.analysis,
+            session.step,
+            session.lowering.out_tree,
+            mesh=session.mesh,
+            seconds=given.seconds,
+            cache_dir=given.workdir,
+            progress=display.tell,
+        )
+    save(verified.best, given.output, say=not given.as_json)
+
+    def show() -> None:
         for line in verified_text(verified):
             print(wrapped(line))
         print()
         print_plan(replace(verified.best, rows=()))
+
+    return Answer(partial(verified_data, verified), show)

@@ -17,7 +17,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -47,7 +46,7 @@ class Supervision:
 
     started: datetime = field(default_factory=lambda: datetime.now(UTC))
 
-    def enter(self, store_path: Path, more_done: Callable[[], int] = lambda: 0) -> None:
+    def enter(self, store_path: Path) -> None:
         """Returns in a child, and only there.
 
         The parent ends with the child's exit code. Where the kernel is not Linux
@@ -55,7 +54,6 @@ class Supervision:
 
         Args:
             store_path: the profile store that the command will use.
-            more_done: how much a child has done that the store does not know.
 
         Raises:
             CfpError: in the parent: children died again and again.
@@ -83,7 +81,7 @@ class Supervision:
                 os.close(theirs)
                 if not _may_go_on(store, end):
                     raise SystemExit(end.exit_code)
-                now = sum(one.ok for one in store.records()) + more_done()
+                now = sum(one.ok for one in store.records())
             in_a_row = in_a_row + 1 if now == done else 1
             done = now
         raise CfpError(

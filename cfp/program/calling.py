@@ -156,9 +156,9 @@ def dynamic_part(
 def by_position(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call in which all stands at its position that can.
+    """Passes a call's arguments by position if possible.
 
-    So that it makes no difference whether arguments are passed by keyword.
+    So keywords make no difference.
     """
     placed, named = list(args), dict(kwargs)
     for one in [*(_parameters(fn) or {}).values()][len(placed) :]:
@@ -243,13 +243,13 @@ def not_among(changed: Mapping[str, Any], results: Any) -> list[str]:
 def lost_changes(
     run: Callable[..., tuple[Any, Mapping[str, Any]]], avals: Sequence[Any]
 ) -> list[str]:
-    """Paths of what a step changes in place, and no result depends on.
+    """Finds paths of values that a step changes in place and no result depends on.
 
-    What is changed and returned is not lost, and neither is what is only changed on
-    the way, such as a batch that is normalised.
+    A changed value that is returned, or used on the way, such as a normalised batch, is
+    not lost.
 
     Args:
-        run: the step over flat leaves; returns its results and what it changed.
+        run: the step over flat leaves; returns its results and its changes.
     """
     paths: list[str] = []
     count = 0

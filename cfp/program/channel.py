@@ -1,8 +1,7 @@
 """Keys and values that all processes of a program see, beside their devices.
 
-`jax.distributed` keeps them for the runtime, and has no public name for them. What is
-said here reaches a process that waits, and none waits without a deadline: a collective
-waits for its devices for ever.
+`jax.distributed` has them for the runtime, without a public name. Every wait has a
+deadline here; a collective waits for its devices for ever.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Channel:
     _client: Any
 
     def put(self, key: str, text: str) -> None:
-        """Says something; what is said already is replaced."""
+        """Stores a value; an earlier value of the key is replaced."""
         self._client.key_value_set(key, text, allow_overwrite=True)
 
     def get(self, key: str, seconds: float) -> str | None:
@@ -48,7 +47,7 @@ class Channel:
             return None
 
     def below(self, folder: str) -> Mapping[str, str]:
-        """All that is said by now under keys that begin with a folder's name."""
+        """Returns all values so far under keys in a folder."""
         found = self._client.key_value_dir_get(f"{folder}/")
         return {key.removeprefix(f"{folder}/"): text for key, text in found}
 

@@ -28,11 +28,11 @@ class Constraints:
     """Constraints for the partitioner, and changes of the program.
 
     Attributes:
-        values: how each value is sharded where it is made, by value id.
-        uses: how an op reads an operand where that differs, by (op id, operand
-            index); indices behind the operands count into ``op.yields``.
-        rematerialized: what is rematerialized in the backward pass.
-        replaced: what is computed by other functions.
+        values: sharding of each value at its maker, by value id.
+        uses: other shardings of operands, by (op id, operand index); indices behind the
+            operands count into ``op.yields``.
+        rematerialized: ops that the backward pass rematerializes.
+        replaced: ops that other functions replace.
     """
 
     values: Mapping[int, Spec]
@@ -57,8 +57,8 @@ def constrain(
 ) -> dict[int, ir.Value]:
     """Inserts sharding constraints into a normalised module, in place.
 
-    Then rematerializes and replaces what is to be; what is not read any more stays.
-    Returns what stands for values that other functions compute, by id.
+    Then rematerializes and replaces ops; unread ops stay. Returns the replacements of
+    values by id.
     """
     mesh = auto_mesh(mesh)
     bind(module, mesh)
@@ -169,10 +169,10 @@ class Inserter:
 
 
 def _mesh_symbol(module: ir.Module, program: Program, mesh: Mesh | AbstractMesh) -> str:
-    """The name of the module's mesh with these axes; adds it where there is none.
+    """Returns the name of the module's mesh with these axes, and adds a missing mesh.
 
-    One with further axes of one device is the same to Shardy: it leaves those out, and
-    has no two meshes with the same axes then. One that shards nothing gets these axes.
+    Shardy leaves out axes of one device, and then has no two meshes with the same axes.
+    A mesh without sharding gets these axes.
     """
     axes = ", ".join(f'"{name}"={size}' for name, size in mesh.shape.items())
     meshes = [o.operation for o in module.body if o.operation.name == "sdy.mesh"]
@@ -262,18 +262,18 @@ def propagate(
     outputs: Sequence[Spec | None],
     values: Mapping[int, Spec],
 ) -> dict[int, Spec]:
-    """Shards a program's values as Shardy's propagation does.
+    """Shards a program's values by Shardy's propagation, without compiling.
 
-    Nothing is compiled. What partitions a program afterwards is the compiler's: where
-    an op's operands and result disagree, it chooses what to reshard.
+    The compiler partitions afterwards: if an op's operands and result disagree, it
+    chooses the resharding.
 
     Args:
-        arguments: how each argument is sharded.
-        outputs: how each result is; None leaves it to propagation.
-        values: how some values inside are constrained to be, by id.
+        arguments: sharding of each argument.
+        outputs: sharding of each result; None leaves it to propagation.
+        values: constraints on values inside, by id.
 
     Returns:
-        The sharding of every value that propagation shards, or was constrained, by id.
+        Shardings of all values that propagation or a constraint shards, by id.
     """
     where = AbstractMesh(tuple(s for _, s in mesh), tuple(name for name, _ in mesh))
     module = shardy.parsed(program.text)

@@ -41,12 +41,12 @@ _TRIED = ("0.10", "0.12")  # releases, in order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A fault of XLA's partitioner, and what cfp does about it.
+    """A fault of XLA's partitioner, with cfp's correction.
 
     Attributes:
-        name: of what goes wrong.
+        name: description of the fault.
         correction: the function that keeps programs from it.
-        seen: releases of jaxlib that have it, of those that were tried.
+        seen: tested releases of jaxlib that have it.
     """
 
     name: str
@@ -192,10 +192,10 @@ def _call_rule(rule: Rule) -> Rule | None:
 
 
 def _transform_rule(rule: Rule) -> Rule:
-    """A Fourier transform's rule; before jaxlib 0.12 all of its dims stay whole.
+    """Returns a Fourier transform's rule; before jaxlib 0.12 all dims stay whole.
 
-    Along those that it does not transform, too, XLA gathers it on each device (jaxlib
-    0.10.2 and 0.11.2, plain jax.jit with in_shardings too).
+    XLA gathers the transform on each device also along dims that it does not transform
+    (jaxlib 0.10.2 and 0.11.2, plain jax.jit with in_shardings too).
     """
     rule = replace(_unpadded(rule), held=True)
     if _numbers(version("jaxlib")) >= _TRANSFORMS_SHARDED:
@@ -205,9 +205,9 @@ def _transform_rule(rule: Rule) -> Rule:
 
 
 def _update_rule(rule: Rule, whole: tuple[int, ...], piece: tuple[int, ...]) -> Rule:
-    """An update's rule; dims of which it writes a part stay whole.
+    """Returns an update's rule; partly written dims stay whole.
 
-    XLA gathers along these, and loses what is written to one place outside.
+    XLA gathers along them, and loses writes to one place outside.
     """
     dims = zip(rule.operands[0], whole, piece, strict=True)
     part = frozenset(f for dim, size, written in dims if written < size for f in dim)
@@ -221,9 +221,9 @@ def _product_rule(rule: Rule) -> Rule:
 
 
 def _reduce_rule(rule: Rule, op: ir.Operation) -> Rule:
-    """A reduction's rule; one by what no collective computes keeps its dims whole.
+    """Returns a reduction's rule; dims of a reduction without a collective stay whole.
 
-    Of several tensors together XLA gathers what each device has reduced.
+    XLA gathers the devices' partial results of several tensors.
     """
     *ops, _ = (inner.operation.name for inner in op.regions[0].blocks[0].operations)
     is_logic = str(ir.ShapedType(op.operands[0].type).element_type) == "i1"
@@ -250,10 +250,10 @@ def _pad_rule(rule: Rule, op: ir.Operation) -> Rule:
 
 
 def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rule:
-    """A scatter's rule; one that writes to a single place keeps indexed dims whole.
+    """Returns a scatter's rule; a scatter to a single place keeps indexed dims whole.
 
-    XLA turns it into an update in place. A dim that is written from end to end, as
-    heads are in a cache of keys, has its factor in the update, too: it may be sharded.
+    XLA turns it into an update in place. A fully written dim, such as heads of a cache
+    of keys, has its factor in the update, too, and may be sharded.
     """
     numbers = op.attributes["scatter_dimension_numbers"]
     dims = stablehlo.ScatterDimensionNumbers(numbers).scattered_dims_to_operand_dims
@@ -268,12 +268,12 @@ def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rul
 
 
 def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:
-    """A convolution's rule with only those factors left that split it cleanly.
+    """Returns a convolution's rule with the factors that split it cleanly.
 
-    Where both operands have one spatial size, as in the gradient of a kernel, the rule
-    contracts over it; windows overlap, so that this needs halos. Of a grouped
+    If both operands have one spatial size, as in the gradient of a kernel, the rule
+    contracts over it; windows overlap, so sharding needs halos. Of a grouped
     convolution's dims of two factors the minor one cannot be sharded in all operands.
-    The batch of the gradient of its kernel is sharded over all axes or none. If groups
+    The batch in the gradient of its kernel is sharded over all axes or none. If groups
     have several features, XLA gathers it (jaxlib 0.10.2 to 0.12, plain jax.jit, too).
     """
     layouts = _layouts(op)

@@ -1,15 +1,15 @@
 """Passes a call's arguments to a compiled step at little cost.
 
-In a training loop a step takes what it returned the time before, and a batch. What it
-returned has the right type and sharding, and memory of its own; so has an argument that
-was passed before and not overwritten. A step therefore remembers, weakly, which array
-it expects at each place, and looks only at arguments that are other objects.
+In a training loop a step takes its last results, and a batch. Its results have the
+right type and sharding, and memory of their own, and so has an argument that was passed
+before and not overwritten. A step therefore keeps weak references to the arrays that it
+expects, and examines only other objects.
 
 Arguments that share memory are copied if the step may overwrite one of them
-(:class:`Apart`). ``jax.device_put`` copies nothing that is in place already: it returns
-another array over the same buffers. If a step overwrites one of two such arguments, XLA
-ends the process (jaxlib 0.10.2 on virtual CPU devices: "Attempt to donate the same
-buffer twice"). Weights and the moving average that begins with them are such arguments.
+(:class:`Apart`). ``jax.device_put`` of an array in place returns another array over the
+same buffers. If a step overwrites one of two such arguments, XLA ends the process
+(jaxlib 0.10.2 on virtual CPU devices: "Attempt to donate the same buffer twice").
+Weights and the moving average that begins with them are such arguments.
 """
 
 from __future__ import annotations
@@ -118,14 +118,14 @@ def _nothing() -> None:
 
 
 class _Memory(NamedTuple):
-    """State kept after a call. No two of the arrays share memory.
+    """State after a call. No two of the arrays share memory.
 
     Attributes:
-        expected: for each argument leaf the array that needs no look.
-        kept: for each argument leaf what was passed, if it is still as it was.
-        results: what the step returned.
-        order: where in ``kept + results`` the expected arrays stand.
-        foreign: argument leaves that were looked up, and were no results.
+        expected: for each argument leaf the array that needs no examination.
+        kept: for each argument leaf the passed array, if it was not overwritten.
+        results: results of the step.
+        order: places of the expected arrays in ``kept + results``.
+        foreign: examined argument leaves that were no results.
     """
 
     expected: Sequence[_Expected]
@@ -144,13 +144,13 @@ class Look(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """The argument leaves of a call where the step takes them.
+    """The argument leaves of a call, where the step takes them.
 
     Attributes:
-        leaves: as they were passed, or copies.
-        changed: those that were not expected, or were copied.
-        kept: those of them that are still what was passed after the call.
-        memory: what is known of the rest.
+        leaves: passed arrays, or copies.
+        changed: leaves that were unexpected, or copied.
+        kept: changed leaves that are the passed arrays after the call.
+        memory: state of the other leaves.
     """
 
     leaves: Sequence[jax.Array]
@@ -257,7 +257,7 @@ class Dispatch:
         self._memory = memory._replace(expected=expected, kept=kept, results=made)
 
     def _placed(self, i: int, leaf: Any) -> jax.Array:
-        """One leaf where the step takes it."""
+        """Moves one leaf to the step's devices and sharding."""
         if isinstance(leaf, Tracer):
             raise PlanMismatch(
                 "A planned step is compiled already, and cannot be called inside "

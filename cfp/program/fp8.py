@@ -95,10 +95,11 @@ def read_precision(precision: str) -> tuple[int, list[str]]:
 
     Returns:
         The least size of products, by default the measured one, and the paths, or
-        globs, of parameters whose products stay as they are.
+        globs, of
+        parameters whose products are left out.
 
     Raises:
-        OptionError: there is no such precision.
+        OptionError: the precision is unknown.
     """
     if not re.fullmatch(PRECISION, precision):
         raise OptionError(
@@ -124,18 +125,19 @@ def options_of(rewritten: Rewritten) -> dict[str, str]:
 def use_precision(
     module: ir.Module, precision: str, names: Sequence[str]
 ) -> dict[str, dict[str, int]]:
-    """Computes products of a normalised module as asked for, in place.
+    """Computes products of a normalised module in a precision, in place.
 
     Args:
-        precision: see `read_precision`; "" leaves all as they are.
+        precision: see `read_precision`; "" changes nothing.
         names: the arguments' paths.
 
     Returns:
-        The number of 16-bit products in FP8, under `TAKEN`, and of others by reason:
-        by the path of their parameter, with ``*`` for numbers.
+        The number of 16-bit products in FP8, under `TAKEN`, and of others by reason: by
+            the
+        path of their parameter, with ``*`` for numbers.
 
     Raises:
-        OptionError: a path that is left out is none of an argument.
+        OptionError: a path that is left out matches no argument.
     """
     if not precision:
         return {}
@@ -180,10 +182,10 @@ def _parameters(block: ir.Block) -> dict[ir.Value, int]:
 
 
 def _reason(one: _Product, last: Set[int], left: Set[int], least: int) -> str:
-    """The reason why a product stays as it is; "" if it is computed in FP8.
+    """Returns the reason to leave a product in 16 bits; "" for FP8.
 
     Args:
-        last: the parameter of the last forward product; with its gradients that stays.
+        last: the parameter of the last forward product; its products stay in 16 bits.
         left: parameters that are left out.
     """
     if not one.parameters:
@@ -212,9 +214,9 @@ def _is_narrow(op: ir.Operation) -> bool:
 def _classified(
     ops: Sequence[ir.Operation], numbers: Mapping[ir.Value, int]
 ) -> list[_Product]:
-    """Products with their roles.
+    """Classifies products by their roles.
 
-    One of two activations is the gradient of a parameter if a product with that
+    A product of two activations is the gradient of a parameter if a product with that
     parameter reads the same cotangent, or else the same activation.
     """
     products: list[_Product] = []

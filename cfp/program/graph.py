@@ -85,11 +85,11 @@ class Manual:
     """One device's computation in a region that the user sharded by hand.
 
     Attributes:
-        program: its ops, of one device's parts of the values. Axes that are not manual
-            may split these further, which is not known.
+        program: its ops, on one device's parts of the values. Axes that are not manual
+            may split these further.
         flops: of its products, in one run.
-        devices: among which the region splits its work: those along its manual axes
-            that split an operand or a result.
+        devices: number of devices along its manual axes that split an operand or a
+            result.
     """
 
     program: Program
@@ -171,9 +171,9 @@ class Op:
         return self.yields[place :: len(self.results)]
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """The integers of an attribute, such as ``dimensions``; () if there are none.
+        """Returns the integers of an attribute, such as ``dimensions``; () without any.
 
-        They stand as ``name=0``, ``name=array<i64: 0, 1>`` or ``name = [0, 1]``.
+        Forms: ``name=0``, ``name=array<i64: 0, 1>`` or ``name = [0, 1]``.
         """
         found = re.search(
             rf"\b{name} ?= ?(?:array<i64)?[:\[]?([-\d, ]*)", self.attributes
@@ -190,13 +190,13 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewritten:
-    """Counts of what was changed in a program when it was read.
+    """Counts of changes to a program when it was read.
 
     Attributes:
-        erased_constraints: sharding constraints of the user's own that were removed.
-        wide_sums: scatters that add up in float32 what the step adds up in 16 bits.
-        products: numbers of 16-bit products that FP8 was asked for, by outcome and
-            path of the parameter.
+        erased_constraints: removed sharding constraints of the user.
+        wide_sums: scatters with float32 sums in place of 16 bits.
+        products: numbers of 16-bit products for FP8, by outcome and path of the
+            parameter.
     """
 
     erased_constraints: int = 0
@@ -248,10 +248,10 @@ class Program:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the structure of all ops: what plans depend on.
+        """Digest of the structure of all ops, for plans.
 
-        Without shardings, and without the values of constants, but for those that
-        shape what it does. See `cfp.program.read`.
+        Without shardings, and without values of constants, except those that shape the
+        program. See `cfp.program.read`.
         """
         types = [str(self.values[v]) for v in self.args]
         digest = hashlib.sha256(repr((types, self.args, self.outputs)).encode())
@@ -292,9 +292,9 @@ class Program:
 
     @cached_property
     def leaf_ops(self) -> frozenset[int]:
-        """Ops that depend on no argument: constants, iotas and what follows.
+        """Ops that depend on no argument: constants, iotas and ops of them.
 
-        They are cheap to repeat and never tie two places of a program together.
+        They are cheap to repeat, and never connect two places of a program.
         """
         depends = [v.producer == -1 for v in self.values]
         leaves = set()
@@ -322,7 +322,7 @@ class Program:
         return self.values[value].producer in self.leaf_ops
 
     def made_of(self, start: Iterable[int], passes: Callable[[Op], bool]) -> set[int]:
-        """Some values, and what some of the ops compute of them, one of another."""
+        """Returns some values, and all values that some ops compute of them."""
 
         def further(v: int) -> list[int]:
             ops = (self.ops[user] for user, _ in self.users[v])
@@ -371,7 +371,7 @@ class Program:
         return found
 
     def with_bodies(self, ops: Iterable[int]) -> set[int]:
-        """Some top-level ops and everything in their regions."""
+        """Returns top-level ops with all ops in their regions."""
         found = set()
         for op in ops:
             found.add(op)
@@ -479,11 +479,10 @@ def product_dtype(program: Program, op: Op) -> str:
 
 
 def call_flops(op: Op) -> int:
-    """Floating-point operations of one run of foreign code, of all devices together.
+    """Counts floating-point operations of one run of foreign code, on all devices.
 
-    That is of a custom_partitioning op or of a region sharded by hand; 0 of other ops.
-    They were counted in what one device computes, see :func:`inner_flops`; those of a
-    custom_partitioning op stand in its name.
+    Foreign code is a custom_partitioning op, with the count in its name, or a region
+    sharded by hand; see :func:`inner_flops`. Other ops have 0.
     """
     if op.manual is not None:
         return op.manual.flops * op.manual.devices
@@ -492,10 +491,9 @@ def call_flops(op: Op) -> int:
 
 
 def inner_flops(program: Program, ops: Sequence[ir.Operation]) -> int:
-    """Floating-point operations of a program's products, convolutions and attentions.
+    """Counts floating-point operations of products, convolutions and attentions.
 
-    Those of attentions that cuDNN computes are counted from the shapes of the scores,
-    masked or not.
+    cuDNN's attentions are counted from the shapes of the scores, masked or not.
     """
     return sum(
         _inner_flops(program, record, op)

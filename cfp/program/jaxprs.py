@@ -63,8 +63,8 @@ def closed_with(closed: ClosedJaxpr, change: ChangeProgram) -> ClosedJaxpr:
 def do_the_same(one: Jaxpr, other: Jaxpr) -> bool:
     """True if two traces of one function are one program but for weak types.
 
-    What is weakly typed is converted to the dtype that it has where ``jnp.clip`` or
-    ``jnp.where`` meet it with what is not.
+    A weakly typed value is converted to its own dtype if ``jnp.clip`` or ``jnp.where``
+    combine it with other values.
     """
     if _text(one) == _text(other):
         return True

@@ -1,10 +1,10 @@
-"""JAX's configuration, as far as it may change what a step means.
+"""JAX's configuration, as far as it may change a step's program.
 
-The same function of the same arguments is another program inside
-``jax.enable_x64(True)`` or ``jax.default_matmul_precision("highest")``. ``jax.jit``
-traces anew there, and so does a step that plans itself. ``jax.jit`` compares a tuple
-that JAX keeps per thread. No public function returns that tuple, and to read each
-setting by its public name takes a thousand times as long (0.17 ms, against 0.0001).
+A function of the same arguments is another program inside ``jax.enable_x64(True)`` or
+``jax.default_matmul_precision("highest")``. ``jax.jit`` traces again there, and
+`cfp.parallelize` does the same. ``jax.jit`` compares a tuple that JAX keeps for each
+thread. No public function returns that tuple, and reading each setting by its public
+name takes a thousand times as long (0.17 ms, against 0.0001).
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def trace_context_key() -> Hashable:
 
 
 def compiler_settings() -> tuple[tuple[str, str], ...]:
-    """Settings that compiled programs depend on beside their modules.
+    """Returns settings that compiled programs depend on beside their modules.
 
-    By name, and only those that are not as JAX has them by default.
+    Only values other than JAX's defaults, by name.
     """
     # Some are no attributes of the configuration.
     values = jax.config.values
@@ -63,8 +63,8 @@ def compiler_settings() -> tuple[tuple[str, str], ...]:
 def unchecked() -> Iterator[None]:
     """Turns JAX's checks for NaN and infinity off, in this thread.
 
-    Under them JAX donates no memory, and looks at all that a program returns: what is
-    measured on made-up numbers would take other time and memory, or fail.
+    Under these checks JAX donates no memory and reads all results, so that measuring on
+    random numbers would take other time and memory, or fail.
     """
     with jax.debug_nans(False), jax.debug_infs(False):
         yield

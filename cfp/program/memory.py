@@ -37,10 +37,10 @@ def memory_kind(leaf: Any) -> str:
 
 
 def result_memory_kinds(jaxpr: Jaxpr, argument_kinds: Sequence[str]) -> tuple[str, ...]:
-    """For each result the memory of the host that it is in, or "".
+    """Finds for each result its host memory, or "".
 
-    JAX has it in types, but for arguments that are handed back as they came, and for
-    what a jax.jit inside puts there by its out_shardings, also in a loop or a branch.
+    JAX has it in types, but not for arguments that are handed back unchanged, and for
+    out_shardings of an inner jax.jit, also in a loop or a branch.
     """
     kinds = {
         id(var): kind for var, kind in zip(jaxpr.invars, argument_kinds, strict=True)
@@ -79,9 +79,9 @@ def on_device(tree: Any) -> Any:
 
 
 def in_host(tree: Any) -> Any:
-    """Moves arrays of this process to the memory of the host, where there is such.
+    """Moves arrays of this process to host memory, if the devices have access.
 
-    Those whose memory is gone stay as they are.
+    Deleted arrays stay.
     """
 
     def moved(leaf: Any) -> Any:
@@ -132,7 +132,7 @@ def auto_mesh(mesh: Mesh) -> Mesh:
 
 
 def on_auto_mesh(sharding: NamedSharding) -> NamedSharding:
-    """The sharding on such a mesh, or on a mesh without devices as it is."""
+    """Returns the sharding on a mesh with automatic axes; others unchanged."""
     if not isinstance(sharding.mesh, Mesh):
         return sharding
     mesh, kind = auto_mesh(sharding.mesh), sharding.memory_kind
@@ -140,7 +140,7 @@ def on_auto_mesh(sharding: NamedSharding) -> NamedSharding:
 
 
 def in_memory(shardings: Sequence[_S], kinds: Sequence[str]) -> tuple[_S, ...]:
-    """Shardings in these kinds of memory; without any kinds, as they are."""
+    """Returns shardings in these kinds of memory; unchanged without any."""
     if not any(kinds):
         return tuple(shardings)
     found: list[Any] = [

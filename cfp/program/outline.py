@@ -18,12 +18,12 @@ _OF_WEAK_TYPES = re.compile(r"\bconvert \w+\[\] -> ")
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A program's operations, in order, as a plan's file has them.
+    """A program's operations in order, for a plan's file.
 
     Attributes:
         kinds: each kind once: name, types, and a digest of attributes behind a ``#``.
-        ops: for each operation the number of its kind and a digest of which operations
-            it reads, such as ``0.3f 12.a0``.
+        ops: for each operation the number of its kind and a digest of its operands'
+            operations, such as ``0.3f 12.a0``.
     """
 
     kinds: tuple[str, ...]

@@ -1,14 +1,14 @@
 """Cuts parts out of programs and makes them programs of their own.
 
-A part becomes a program by cloning its ops into the body of a stand-in function with
-the right signature. It compiles with a stock jaxlib, and donation, pytrees and arrays
-of several processes work as for any jitted function. Types of a whole step say more
-than its StableHLO: keys of random numbers are integers there, and numbers that take the
-type of whatever they meet have one.
+A part's ops are cloned into the body of a stand-in function with the right signature.
+The part compiles with a stock jaxlib, and donation, pytrees and arrays of several
+processes work as for any jitted function. Types of a whole step have more information
+than its StableHLO, where keys of random numbers are integers, and weak types are
+absent.
 
-A plan builds the same few parts under many shardings. To read and walk the whole
-program each time takes as long as the program is deep: 0.37 s for a layer of a
-transformer with 48 of them.
+A plan builds the same few parts under many shardings. Reading and walking the whole
+program each time would take time with depth: 0.37 s for a layer of a transformer with
+48 layers.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ from cfp.program.replace import erase_unread
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some of a program's ops, seen as a program of its own.
+    """Some ops of a program, as a program of their own.
 
     Attributes:
         ops: ids of top-level ops, in program order, constants included.
-        outputs: ids of the values that others read from it.
-        instead: (id, id) pairs: what its ops read in the place of values that none
-            of them makes.
+        outputs: ids of the values with other readers.
+        instead: (id, id) pairs: replacements of operands that no op of the part makes.
     """
 
     ops: tuple[int, ...]
@@ -361,8 +360,8 @@ def lower_part(
 ) -> jax.stages.Lowered:
     """Makes a part of a program ready to compile by itself.
 
-    Calls of the host are left out; what they return is zero. What is in the memory of
-    the host is there in a whole program, and on the devices in a part of one.
+    Calls of the host are left out, and return zero. Values in host memory are on the
+    devices in a part.
 
     Args:
         constraints: shardings, by the program's value and op ids.
@@ -467,9 +466,9 @@ _Every = Sequence[tuple[ir.Operation, Op | None]]  # As `_top_level` has them.
 def _top_level(
     block: ir.Block, program: Program
 ) -> Iterator[tuple[ir.Operation, Op | None]]:
-    """The top-level ops of a module, with what the program says of them.
+    """Lists the top-level ops of a module with the program's records of them.
 
-    That is None for sharding constraints, and for what is rematerialized. Ops in an
+    The record is None for sharding constraints, and for rematerialized ops. Ops in an
     opened loop come before the loop itself, as in the program.
     """
     inside: dict[int, list[Op]] = {}

@@ -103,12 +103,12 @@ class PartitionedCall:
     """A custom_partitioning op of some program.
 
     Attributes:
-        whole: what it computes, on one device.
+        whole: its computation, on one device.
         partition: its callback, of a mesh, operands and results with shardings.
-        platforms: that it was lowered for.
-        name: what stands in programs: equal for ops that compute the same.
-        factors: those that its callback keeps.
-        refusals: why other factors may not be sharded, each once.
+        platforms: platforms that it was lowered for.
+        name: its name in programs: equal for ops with the same computation.
+        factors: factors that its callback keeps.
+        refusals: reasons against other factors, each once.
         rule: the factors as Shardy writes them.
     """
 
@@ -474,7 +474,7 @@ def _written(
 
 
 def _inside(call: ClosedJaxpr, platforms: tuple[str, ...]) -> tuple[str, int]:
-    """The digest of what an op computes on one device, and its FLOPs."""
+    """Returns the digest of an op's computation on one device, and its FLOPs."""
     run = jaxpr_as_fun(call)
 
     def inside(*operands: jax.Array) -> Any:

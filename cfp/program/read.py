@@ -1,11 +1,10 @@
 """Reads a normalised module into a frozen :class:`~cfp.program.graph.Program`.
 
-Fingerprints are of its structure, and of all that it computes with. A learning rate, an
-epsilon or a table changes what a step computes, but neither how it is best sharded nor
-what it costs. Plans and measurements therefore depend on a program's structure: ops,
-types, attributes, and of constants only those that say how often a loop runs or which
-place is read or written. A compiled program computes with the values of all constants:
-it stands for those programs only that have the same.
+A program has two fingerprints: of its structure, and of all values. A learning rate, an
+epsilon or a table changes the result of a step, but neither its best sharding nor its
+cost. Plans and measurements therefore depend on structure: ops, types, attributes, and
+the constants that decide how often a loop runs or which place is read or written. A
+compiled program depends on the values of all constants.
 """
 
 from __future__ import annotations
@@ -74,11 +73,10 @@ def _stands_for(op: ir.Operation) -> str:
 
 
 def shaping_constants(function: ir.Operation) -> set[ir.Operation]:
-    """The constants whose values are structure.
+    """Finds the constants whose values are structure.
 
-    Those are small integers from which a loop's condition is computed, through the
-    counters that the loop carries; and those from which the place is computed that an
-    op reads or writes.
+    These are small integers in a loop's condition, through its counters, and integers
+    in the place that an op reads or writes.
     """
     start: list[ir.Value] = []
     for op in shardy.walk(function):
@@ -141,10 +139,9 @@ def read_program(
     alias: Sequence[int | None],
     rewritten: Rewritten | None = None,
 ) -> Program:
-    """Reads a module that :func:`cfp.program.shardy.normalise` has been through.
+    """Reads a module after :func:`cfp.program.shardy.normalise`.
 
-    The module is left as it came: rules are added for reading and removed again, but
-    for those that came with ops.
+    Rules are added for reading and removed again, except rules that came with ops.
 
     Args:
         alias: for each argument the output that may reuse its memory.
@@ -173,7 +170,7 @@ def read_program(
 
 
 class _Reader:
-    """One reading; collects values and ops in execution order."""
+    """State of reading a module: values and ops in execution order."""
 
     def __init__(
         self, functions: Mapping[str, ir.Operation], meshes: Mapping[str, int]
@@ -371,10 +368,10 @@ def _source(location: ir.Location) -> str:
 
 
 def source_of(program: Program, op: int) -> str:
-    """``path:line`` of the user's code that an op comes from, of any kind; or "".
+    """Returns ``path:line`` of the user's code of any op; or "".
 
-    A program names it for ops of some kinds only. What has none is of the line of the
-    last op before it that has one.
+    A program has lines for ops of some kinds only. Another op has the line of the last
+    op before it.
     """
     module = shardy.parsed(program.text)
     found = shardy.program_ops(shardy.main_function(module))

@@ -1,14 +1,13 @@
 """Rematerializes values in the backward pass that would otherwise be residuals.
 
-The forward ops that a backward pass reads are cloned before it. What the clones read
-goes through an ``optimization_barrier``, together with the gradients that enter: so XLA
+Forward ops that a backward pass reads are cloned before it. The clones' operands go
+through an ``optimization_barrier``, together with the gradients that enter. So XLA
 neither merges the clones with the originals nor runs them early, and frees the
-originals' results once the forward pass is through with them. Gradients are read behind
-the barrier, since XLA takes out of it what is not read there. Arguments enter as they
-are stored: what was gathered of them is gathered again. That is what ``jax.checkpoint``
-does when it traces; here it is done to a program that has been differentiated already.
-What depends on no argument stays outside of the barrier: the compiler would have to
-write a broadcast constant to memory to pass it through, and keep it there.
+originals' results after the forward pass. Gradients are read behind the barrier, since
+XLA drops unread operands of it. Arguments enter as stored, and are gathered again.
+``jax.checkpoint`` does the same at tracing; here the program is differentiated already.
+Values that depend on no argument stay outside of the barrier: the compiler would write
+a broadcast constant to memory to pass it through.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _NOT_REPEATABLE = ("custom_call", "rng")
 
 @dataclass(frozen=True, slots=True)
 class Rematerialization:
-    """Top-level ops to rematerialize, and those that read what is, by id."""
+    """Top-level ops to rematerialize, and the ops that read them, by id."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -42,15 +41,15 @@ def rematerializable(
     turn: int,
     within: Set[int] | None = None,
 ) -> Rematerialization | None:
-    """Finds what can be rematerialized of some top-level ops, or None.
+    """Finds the part of some top-level ops that can be rematerialized, or None.
 
-    What they read of others is rematerialized, too, where cheap ops make it of what
-    they read besides.
+    Operands from elsewhere are rematerialized, too, if cheap ops make them of other
+    operands.
 
     Args:
         ops: ids of the ops, such as those of a segment.
         turn: the id of the first op of the backward pass.
-        within: ids of all ops that there are, if these are not the program's.
+        within: ids of all ops of interest; by default the program's.
     """
     mine = set(ops)
     backward = tuple(op for op in sorted(mine) if op >= turn)
@@ -71,7 +70,7 @@ def rematerializable(
 
 
 def _read(program: Program, values: Iterable[int], ops: Set[int]) -> set[int]:
-    """Some values, and all that those of some ops read that they take."""
+    """Returns some values, with their operands that some ops make."""
 
     def before(v: int) -> Sequence[int]:
         producer = program.values[v].producer
@@ -81,9 +80,9 @@ def _read(program: Program, values: Iterable[int], ops: Set[int]) -> set[int]:
 
 
 def repeatable(program: Program, op_id: int) -> bool:
-    """True if an op gives the same again: no loop, no call, no random state.
+    """True if an op repeats its result: no loop, no call, no random state.
 
-    What a custom_partitioning op computes is known, and has no effects.
+    A custom_partitioning op has a known computation without effects.
     """
     op = program.ops[op_id]
     is_known = PARTITIONED.search(op.attributes) is not None

@@ -82,13 +82,13 @@ class Sites(Generic[_Site]):
     left_alone: tuple[LeftAlone, ...] = ()
 
     def among(self, program: Program, ops: Collection[int]) -> list[_Site]:
-        """Those that some top-level ops compute."""
+        """Selects the sites that some top-level ops compute."""
         inside = set(ops)
         found = self.found.items()
         return [one for op, one in found if program.top_level(op) in inside]
 
     def reason(self, op: int) -> str:
-        """Says why what an op makes is not among those that may be replaced."""
+        """Returns the reason why an op's value may not be replaced."""
         reasons = {one.op: one.reason for one in self.left_alone}
         return reasons.get(op, "there is none")
 
@@ -146,7 +146,7 @@ class Replacement:
     def translated(
         self, values: Mapping[int, int], ops: Mapping[int, int]
     ) -> Replacement | None:
-        """The same with other numbers; None if some of it has none."""
+        """Returns the replacement with other numbers; None if a number is missing."""
         used = {op for stage in self.stages for op, _ in stage.reads} | {self.op}
         made = {v for stage in self.stages for v in stage.makes}
         if not used <= ops.keys() or not made <= values.keys():
@@ -178,13 +178,13 @@ _Instance = Sequence[ir.Operation] | Mapping[int, ir.Operation]  # of ops, by id
 
 @dataclass(frozen=True)
 class Replacer:
-    """Puts functions in the place of ops, in place.
+    """Replaces ops by functions, in place.
 
-    The ops stay, so that what numbers them finds all; `erase_unread` takes them away.
+    The ops stay, so that their numbers stay valid; `erase_unread` removes them.
 
     Attributes:
-        module: a module with the program's ops, its constraints, and what is
-            rematerialized.
+        module: a module with the program's ops, its constraints, and rematerialized
+            ops.
         ops: the program's ops, by id.
         mesh_name: the symbol of the mesh in the module.
     """

@@ -94,8 +94,8 @@ class Rule:
     def splits(self, factor: int, ways: int) -> bool:
         """True if a factor may be split into so many parts.
 
-        What does not divide is padded, where that is little, and in ops that take
-        padding well and in which the factor has its dims to itself.
+        Padding by a small share is allowed, in ops that tolerate padding and whose dims
+        have no other factor.
         """
         size = self.sizes[factor]
         if size % ways == 0:
@@ -116,8 +116,8 @@ class Rule:
     def splits_results(self, factor: int, ways: Mapping[int, int] = _NONE) -> bool:
         """True if splitting a factor splits every result that has it.
 
-        A reshape that merges dims has the minor one behind another in its result:
-        what comes in split along it can only be gathered, unless the other is split
+        A reshape that merges dims has the minor one behind another in its result. An
+        operand split along the minor one must be gathered, unless the other is split
         into single elements.
 
         Args:
@@ -133,11 +133,13 @@ class Rule:
     def exposed(
         self, dim: tuple[int, ...], ways: Mapping[int, int] = _NONE
     ) -> Iterator[int]:
-        """The factors by which a dim may be sharded: its major one, and what is next.
+        """Returns the factors by which a dim may be sharded.
+
+        These are its major factor, and the next one behind a factor that is split into
+        single elements.
 
         Args:
-            ways: number of ways in which factors are split; behind one that is split
-                into single elements is the next.
+            ways: number of ways in which factors are split.
         """
         for factor in dim:
             if self.sizes[factor] > 1:

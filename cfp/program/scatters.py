@@ -45,18 +45,17 @@ def rewrite_scatters(module: ir.Module) -> int:
 
 
 def add_up_in_float32(op: ir.Operation, tables: Collection[tuple[int, ...]]) -> bool:
-    """Rewrites a scatter, in place, if it adds up 16-bit rows, many of which may meet.
+    """Rewrites a scatter, in place, if it sums many 16-bit rows into the same row.
 
-    They do where there are many more of them than rows of the result, and may where
-    this is the gradient of a table, some of whose rows many tokens have. Other sums
-    stay: where tokens are put back in order few meet, and devices would send twice as
-    much.
+    Many rows meet if there are many more of them than rows of the result. Many may meet
+    in the gradient of a table, as tokens repeat. Other sums stay: tokens that are put
+    back in order rarely meet, and devices would send twice as much.
 
     Args:
         tables: shapes of the program's arguments.
 
     Returns:
-        Whether it was rewritten.
+        True if it was rewritten.
     """
     if not _adds_up_narrow_rows(op):
         return False

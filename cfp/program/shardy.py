@@ -48,7 +48,7 @@ def main_block(module: ir.Module) -> ir.Block:
 
 
 def functions(module: ir.Operation) -> list[ir.Operation]:
-    """A module's functions: the main one, and those that composites stand for."""
+    """Lists a module's functions: the main one, and those of composites."""
     every = (op.operation for op in module.regions[0].blocks[0].operations)
     return [op for op in every if op.name == "func.func"]
 
@@ -168,7 +168,7 @@ def clone_with(op: ir.Operation, mapping: dict[ir.Value, ir.Value]) -> ir.Operat
 
 
 def copy_symbols(target: ir.Module, source: ir.Module) -> None:
-    """Copies meshes and functions that the target has none of the same name of."""
+    """Copies meshes and functions whose names the target lacks."""
     known = {symbol_name(op.operation) for op in target.body.operations}
     with ir.InsertionPoint.at_block_begin(target.body):
         for opview in source.body.operations:
@@ -253,13 +253,13 @@ def replace_body(target: ir.Module, source: ir.Module) -> None:
 def normalise(module: ir.Module) -> int:
     """Inlines every call and removes the user's own sharding constraints.
 
-    And conversions to the type that a value has, which JAX writes where a number is
-    passed in place of an array, or the reverse: both make one program then. Loops that
-    run once are taken apart: inlining comes first, the innermost loops next.
-    Convolutions that XLA would split wrongly get another layout.
+    Removes conversions to a value's own type, too, which JAX writes for a number in
+    place of an array, or the reverse. Loops that run once are taken apart, the
+    innermost first, after inlining. Convolutions that XLA would split wrongly get
+    another layout.
 
     Returns:
-        The number of sharding constraints that were removed.
+        The number of removed sharding constraints.
     """
     with module.context, ir.Location.unknown():
         run_passes(module, _INLINE)
@@ -458,10 +458,10 @@ class Counter:
 
 
 def counter_of(loop: ir.Operation) -> Counter | None:
-    """The counter of a loop; None if it has none, or its range is not known.
+    """Returns the counter of a loop; None without one, or of unknown range.
 
-    Reads the form that JAX gives to ``scan`` and ``fori_loop``: the condition compares
-    a counter with a constant, and the body adds a constant to it.
+    Reads JAX's form of ``scan`` and ``fori_loop``: the condition compares a counter
+    with a constant, and the body adds a constant to it.
     """
     condition = loop.regions[0].blocks[0]
     *_, returned = condition.operations

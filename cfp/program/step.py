@@ -1,12 +1,13 @@
 """A call of a step function, as flat arrays and everything else.
 
 cuDNN's attention is traced on machines without cuDNN, too:
-`jax.nn.dot_product_attention(implementation="cudnn")` asks for the version of cuDNN and
-for the GPU while it is traced. A plan for GPUs that are not here takes neither.
+`jax.nn.dot_product_attention(implementation="cudnn")` reads the version of cuDNN and
+the
+GPU while it is traced. A plan for described GPUs needs neither.
 
-A step may branch on predicates and scalars of example arguments. A step that is planned
-with arrays is measured with their scalars, and with their masks unless these are large.
-All other values are random (:mod:`cfp.profiling.inputs`).
+A step may branch on predicates and scalars of example arguments. Measuring uses the
+scalars of a step's arguments, and masks up to a size. All other values are random
+(:mod:`cfp.profiling.inputs`).
 """
 
 from __future__ import annotations
@@ -92,9 +93,9 @@ def _is_here() -> bool:
 
 @contextmanager
 def cudnn_expected() -> Iterator[None]:
-    """Has JAX trace its attention as for Hopper GPUs, if there is no cuDNN here.
+    """Makes JAX trace its attention as for Hopper GPUs, if cuDNN is missing.
 
-    On CPU devices lowering then says that there is no such op.
+    Lowering for CPU devices then fails for want of such an op.
     """
     if _is_here():
         yield
@@ -128,7 +129,7 @@ def may_be_given(leaf: Any) -> bool:
 
 
 def given_bytes(leaf: Any, dtype: Any) -> bytes:
-    """An argument's value in a type; empty if there is none, or it cannot be read."""
+    """Returns an argument's value in a type; empty if it cannot be read."""
     if leaf is None:
         return b""
     if isinstance(leaf, jax.Array):
@@ -308,26 +309,26 @@ class FlatStep:
         )
 
     def with_donated(self, donated: Sequence[bool]) -> FlatStep:
-        """The same step, as it was traced, with other leaves' memory given away."""
+        """Returns the step, as traced, with other donated leaves."""
         other = replace(self, donated=tuple(donated))
         kept = {name: vars(self)[name] for name in _TRACED if name in vars(self)}
         vars(other).update(kept)
         return other
 
     def with_weak_types(self, places: Collection[int]) -> FlatStep:
-        """The step with weakly typed leaves at these places, beside those that are."""
+        """Returns the step with further weakly typed leaves."""
         if all(self.avals[i].weak_type for i in places):
             return self
         weak = [i in places or one.weak_type for i, one in enumerate(self.avals)]
         return _with_weak_types(self, weak)
 
     def with_state_in_host(self, pairs: Sequence[tuple[int, int]]) -> FlatStep:
-        """The step with state that is in the memory of the host between its calls.
+        """Returns the step with state in host memory between its calls.
 
-        It moves that to the devices, computes as before, and moves it back.
+        It moves the state to the devices, computes, and moves the new state back.
 
         Args:
-            pairs: argument leaves, each with the result leaf that is its new value.
+            pairs: argument leaves, each with the result leaf of its new value.
         """
         if not pairs:
             return self
@@ -468,9 +469,8 @@ def flatten_step(
 ) -> FlatStep:
     """Separates a call into its array leaves and everything else.
 
-    Like ``jax.jit``, it knows an argument by position and by name, whichever way it is
-    named here and passed in the call, and a static one that is left out has its
-    default.
+    Like ``jax.jit``, it knows an argument by position and by name. A static argument
+    that is left out has its default.
 
     Args:
         args: arrays, ``jax.ShapeDtypeStruct`` s, or pytrees of them.
@@ -480,7 +480,7 @@ def flatten_step(
 
     Raises:
         StepNotTraceable: an argument leaf is neither an array nor a shape, a static
-            argument cannot be hashed, or there is no argument of a name.
+            argument cannot be hashed, or a name is unknown.
     """
     args, kwargs = by_position(fn, args, kwargs or {})
     parameters = parameter_names(fn)
@@ -514,13 +514,13 @@ def flatten_step(
 
 
 def typed_as_returned(step: FlatStep) -> FlatStep:
-    """The step with weakly typed state as the step returns it, or a checkpoint does.
+    """Returns the step with weakly typed state as the step returns it, or a checkpoint.
 
-    ``jnp.full(shape, 0.1)`` is weakly typed, and an optimizer's result is not: from
-    the second call on a training step gets other types, for which ``jax.jit`` compiles
-    again. The step is taken as it is from then on. A counter that begins as ``0`` stays
-    weakly typed, until a checkpoint restores it: where the step does the same with it,
-    it is taken as restored. An argument is state if a part of it is donated.
+    ``jnp.full(shape, 0.1)`` is weakly typed, and an optimizer's result is not: from the
+    second call on a training step has other types, for which ``jax.jit`` compiles
+    again. The step is planned for the later types. A counter that begins as ``0`` stays
+    weakly typed until a checkpoint restores it; the step is planned as restored if it
+    does the same then. An argument is state if a part of it is donated.
     """
     state = [
         (places, tree)
@@ -556,7 +556,7 @@ def _with_weak_types(step: FlatStep, weak: Sequence[bool]) -> FlatStep:
 def _do_the_same(one: FlatStep, other: FlatStep) -> bool:
     """True if two steps are one program but for weak types.
 
-    The other may be none: only what is weakly typed is promoted to a loop's carry.
+    The other may be invalid: only weakly typed values are promoted to a loop's carry.
     """
     if one is other:
         return True

@@ -2,9 +2,9 @@
 
 XLA runs a function of the host for one device, or for each. If it raises, that device
 stops, and the others wait for it in their next collective: on virtual CPU devices the
-process aborts after 40 seconds, and the exception is lost. So a planned step calls such
-functions through a guard: the exception is kept, the devices go on with zeros, and the
-exception is raised once they are done.
+process aborts after 40 seconds, without the exception. So a planned step calls such
+functions through a guard. The guard stores the exception, the devices continue with
+zeros, and the exception is raised at the step's end.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -48,11 +48,7 @@ from cfp.program.step import FlatStep, given_bytes
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Refuses what is no mesh of devices.
-
-    Raises:
-        CfpError: it is no mesh.
-    """
+    """Raises CfpError for a value that is no mesh of devices."""
     check_settings()
     if not isinstance(mesh, Mesh):
         raise CfpError(
@@ -131,9 +127,9 @@ def host_calls(program: Program) -> tuple[str, ...]:
 
 
 class Alarm:
-    """The first exception that functions of the host have raised since it was taken.
+    """The first exception of the step's host functions, until it is taken.
 
-    They run in threads of the runtime's.
+    The functions run in threads of the runtime.
     """
 
     def __init__(self) -> None:
@@ -223,7 +219,7 @@ class Lowering:
 def _ragged_products_expanded() -> Iterator[None]:
     """Lowers `jax.lax.ragged_dot` to products of masked operands, as XLA would later.
 
-    ``chlo.ragged_dot`` has no sharding rule. Where ``XLA_FLAGS`` asks for it, it stays.
+    ``chlo.ragged_dot`` has no sharding rule. ``XLA_FLAGS`` may keep it.
     """
     if "ragged_dot" in os.environ.get("XLA_FLAGS", ""):
         yield
@@ -240,12 +236,12 @@ def lower_step(
 ) -> Lowering:
     """Lowers a step with these shardings and normalises the module in place.
 
-    What is compiled of it takes and returns flat leaves.
+    The compiled program takes and returns flat leaves.
 
     Args:
         in_shardings: one for each argument leaf.
         out_shardings: one for all outputs, or a sequence with one for each leaf.
-        jaxpr: what stands for the step; as it was traced, if not given.
+        jaxpr: the step's trace; by default that of the step.
 
     Raises:
         StepNotTraceable: JAX cannot trace the function, or not lower it for several

@@ -1,9 +1,9 @@
-"""The same program in float32, where it computes in less: the same ops, wider types.
+"""Widens a program to float32: the same ops with wider types.
 
-To compare two ways of computing a program takes arithmetic that both ways agree in. In
-bfloat16 no two orders of summation do, and what divides a number by its own size, as
-optimizers do, makes a whole step of the difference. So the types are made wider, and
-all else stays: the ops, their order, their shardings, the collectives that follow.
+Two ways of computing a program compare only in arithmetic in which both agree. In
+bfloat16 no two orders of summation do, and optimizers, which divide numbers by their
+own size, make a whole step of the difference. So types become wider, and ops, their
+order, shardings and collectives stay.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ def widened(
     *,
     perturbed: bool = False,
 ) -> Widened:
-    """A lowered step with every float of less than 32 bits as float32.
+    """Returns a lowered step with every float of less than 32 bits as float32.
 
-    Matrix products have the highest precision; CPUs have one. What computes in float32
-    or more does so already, and stays as it is.
+    Matrix products have the highest precision; CPUs have one. Ops in float32 or more
+    stay.
 
     Args:
         lowering: of the step, constraints inserted; changed in place.
-        in_shardings, out_shardings: that it was lowered with, one for each leaf.
-        perturbed: as of `widen`.
+        in_shardings, out_shardings: shardings of the lowering, one for each leaf.
+        perturbed: as for `widen`.
     """
     text = lowering.text
     precise = _platforms(in_shardings) != {"cpu"}
@@ -100,13 +100,13 @@ def _platforms(shardings: Sequence[NamedSharding]) -> set[str]:
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """Float32 for floats that are narrower; all others as they are."""
+    """Returns float32 for narrower floats, and other dtypes unchanged."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32) if narrow else dtype
 
 
 def with_dtype(x: jax.Array, dtype: Any) -> jax.Array:
-    """An array in a type; keys, which have no other, as they are."""
+    """Converts an array to a dtype; keys stay."""
     return x if x.dtype == dtype else x.astype(dtype)
 
 
@@ -142,18 +142,17 @@ def widen(
     perturbed: bool = False,
     only_data: bool = False,
 ) -> tuple[str, ...]:
-    """Has a normalised module compute in float32 what it computes in less, in place.
+    """Widens a normalised module to float32, in place.
 
     Args:
-        precise: whether matrix products are to have the highest precision.
-        perturbed: whether what kernels from elsewhere read and return in less is moved
-            by half of its last bit, up or down by what the bits below it or that bit
-            are: somewhat more than it was rounded by.
-        only_data: whether what follows from constants and integers keeps its types.
+        precise: True gives matrix products the highest precision.
+        perturbed: True moves narrow operands and results of external kernels by half of
+            their last bit, up or down by lower bits: a little more than rounding.
+        only_data: True keeps types of values that follow from constants and integers.
 
     Returns:
-        What keeps its types, and rounds to less: kernels from elsewhere, and what reads
-        the bits of narrow floats.
+        Ops that keep narrow types: external kernels, and readers of the bits of narrow
+        floats.
     """
     with module.context, ir.Location.unknown():
         functions = _called(module)
@@ -207,7 +206,7 @@ def _of_integers(module: ir.Module) -> set[ir.Operation]:
 
 
 def _called(module: ir.Module) -> list[ir.Operation]:
-    """The main function and those that it calls, as kernels have some."""
+    """Lists the main function and the functions that it calls, as for kernels."""
     named = {shardy.symbol_name(f): f for f in shardy.functions(module.operation)}
 
     def further(name: str) -> list[str]:
@@ -306,11 +305,11 @@ def _finfo(kind: ir.Type) -> Any:
 def _perturb(value: ir.Value, kind: ir.Type, bit: int) -> ir.Value:
     """Moves float32 numbers by half of a narrow type's last bit, up or down.
 
-    Zero stays, and what would be too large for that type then. So do types of nothing
-    but powers of two, as which scales are written.
+    Zero stays, and numbers that would exceed the type. Types of powers of two alone,
+    for scales, stay, too.
 
     Args:
-        bit: of their own bits the one that says whether up or down.
+        bit: the number's own bit that decides between up and down.
     """
     info, wide = _finfo(kind), value.type
     if not info.nmant:

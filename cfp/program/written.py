@@ -21,13 +21,13 @@ from cfp.program.widen import wide_dtype, widen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """The ops between the values that a replacement reads and those that it makes.
+    """The ops between the operands and the results of a replacement.
 
     Attributes:
-        inputs: values that are given: the reads, but for those that follow from others.
-        foreign: inputs that are no reads, such as residuals that another loop keeps.
-        derived: the reads that follow from the inputs.
-        makes: values that the replacement makes.
+        inputs: given values: the reads, without reads that follow from others.
+        foreign: inputs that are no reads, such as residuals of another loop.
+        derived: reads that follow from the inputs.
+        makes: results of the replacement.
     """
 
     program: Program
@@ -47,10 +47,10 @@ class Written:
         return str(shardy.stablehlo(self.lower()).operation.get_asm())
 
     def widened(self, *shardings: NamedSharding) -> jax.stages.Lowered:
-        """`lower` with float32 in place of 16-bit floats, of inputs and results too.
+        """Lowers with float32 in place of 16-bit floats, in inputs and results, too.
 
-        Masks and positions are as the step makes them. What kernels from elsewhere
-        read and return keeps its type.
+        Masks and positions are those of the step. Operands and results of external
+        kernels keep their types.
         """
         module = shardy.stablehlo(self.lower(*shardings))
         widen(module, only_data=True)
@@ -148,10 +148,10 @@ def written(program: Program, replacement: Replacement) -> Written:
 def _between(
     program: Program, inputs: Collection[int], outputs: Collection[int]
 ) -> tuple[set[int], set[int]]:
-    """The ops that make values of others, and the values that no such op makes.
+    """Finds the ops that make values of others, and the values that no such op makes.
 
-    What a loop or a branch returns is such a value, what a loop changes, and an
-    argument of the program.
+    Results of loops and branches, values that a loop changes, and arguments are such
+    values.
     """
     ops: set[int] = set()
     free: set[int] = set()

@@ -133,8 +133,7 @@ def plan_on_ray(
         # A runner that is started again is on the same node, where its store is.
         bundle = {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}
         group = ray.util.placement_group([bundle], strategy="STRICT_PACK")
-        ready, _ = ray.wait([group.ready()], timeout=_NODE_SECONDS)
-        if not ready:
+        if not ray.wait([group.ready()], timeout=_NODE_SECONDS)[0]:
             ray.util.remove_placement_group(group)
             raise _no_node(gpus, ray.nodes())
         given = {k: v for k, v in os.environ.items() if k.startswith(_FORWARDED)}

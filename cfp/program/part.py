@@ -62,11 +62,41 @@ class Numbered:
     Attributes:
         digest: the same for parts of any programs that have the same structure, as
             `cfp.program.read` has it.
+        values: the new ids of values, by their ids in the program.
+        ops: the same of ops.
     """
 
     digest: str
     values: Mapping[int, int]
     ops: Mapping[int, int]
+
+    def translated(self, constraints: Constraints) -> Constraints:
+        """Translates constraints on the whole program into constraints on this part."""
+        return Constraints(
+            {
+                self.values[v]: spec
+                for v, spec in constraints.values.items()
+                if v in self.values
+            },
+            {
+                (self.ops[op], index): spec
+                for (op, index), spec in constraints.uses.items()
+                if op in self.ops
+            },
+            tuple(
+                replace(
+                    one,
+                    forward=tuple(self.ops[o] for o in one.forward if o in self.ops),
+                    backward=tuple(self.ops[o] for o in one.backward if o in self.ops),
+                )
+                for one in constraints.rematerialized
+            ),
+            tuple(
+                found
+                for one in constraints.replaced
+                if (found := one.translated(self.values, self.ops)) is not None
+            ),
+        )
 
 
 @searched_once
@@ -260,42 +290,12 @@ class Excerpt:
     Attributes:
         program: the part's ops and values, renumbered in their order.
         part: all of it, in the new numbers.
-        values: the new ids of values, by their ids in the program it was cut from.
-        ops: the same of ops.
+        numbers: those, of the program that it was cut from.
     """
 
     program: Program
     part: Part
-    values: Mapping[int, int]
-    ops: Mapping[int, int]
-
-    def translated(self, constraints: Constraints) -> Constraints:
-        """Translates constraints on the whole program into constraints on this part."""
-        return Constraints(
-            {
-                self.values[v]: spec
-                for v, spec in constraints.values.items()
-                if v in self.values
-            },
-            {
-                (self.ops[op], index): spec
-                for (op, index), spec in constraints.uses.items()
-                if op in self.ops
-            },
-            tuple(
-                replace(
-                    one,
-                    forward=tuple(self.ops[o] for o in one.forward if o in self.ops),
-                    backward=tuple(self.ops[o] for o in one.backward if o in self.ops),
-                )
-                for one in constraints.rematerialized
-            ),
-            tuple(
-                found
-                for one in constraints.replaced
-                if (found := one.translated(self.values, self.ops)) is not None
-            ),
-        )
+    numbers: Numbered
 
 
 @searched_once
@@ -344,8 +344,7 @@ def _excerpt(program: Program, part: Part) -> Excerpt:
             tuple(range(count)),
             tuple(values[v] for v in part.outputs),
         ),
-        values,
-        ops,
+        numbers,
     )
 
 
@@ -374,7 +373,7 @@ def lower_part(
         cut = _excerpt(program, part)
     with module.context, ir.Location.unknown():
         source = ir.Module.parse(cut.program.text)
-        inside = cut.translated(constraints)
+        inside = cut.numbers.translated(constraints)
         stands = constrain(source, cut.program, mesh, inside)
         _transplant(module, source, cut.program, cut.part, stands)
         if inside.replaced:

@@ -232,7 +232,6 @@ def lower_step(
     step: FlatStep,
     in_shardings: Sequence[NamedSharding],
     out_shardings: Any,
-    jaxpr: ClosedJaxpr | None = None,
 ) -> Lowering:
     """Lowers a step with these shardings and normalises the module in place.
 
@@ -241,7 +240,6 @@ def lower_step(
     Args:
         in_shardings: one for each argument leaf.
         out_shardings: one for all outputs, or a sequence with one for each leaf.
-        jaxpr: the step's trace; by default that of the step.
 
     Raises:
         StepNotTraceable: JAX cannot trace the function, or not lower it for several
@@ -260,8 +258,8 @@ def lower_step(
     mesh = in_shardings[0].mesh if in_shardings else None
     of_no_devices = isinstance(mesh, AbstractMesh)
     device = getattr(mesh, "abstract_device", None)
-    platform = device.platform if device is not None else "cuda"
-    closed = guarded(jaxpr or step.traced.jaxpr, alarm)
+    platform = getattr(device, "platform", "cuda")
+    closed = guarded(step.traced.jaxpr, alarm)
     run = jaxpr_as_fun(deferred(closed) if of_no_devices else closed)
 
     # A function of its own: JAX keeps what it lowered for a function it has seen, and

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import (
     Choice,
+    Frame,
     Layout,
     SegmentKernels,
     constraints,
@@ -17,7 +18,6 @@ from cfp.analysis.layout import (
 )
 from cfp.analysis.storage import even_spec
 from cfp.analysis.strategies import Spec
-from cfp.attention.matching.functions import NAME as ATTENTION
 from cfp.attention.matching.matches import replacements
 from cfp.cost.choice import SegmentChoice, layout_of
 from cfp.cost.memory import kernel_sites, turning_point
@@ -68,22 +68,15 @@ def _constrain(
         for index in remat
     )
     constrained = constraints(layout, program.with_bodies(part.ops))
-    own = {
-        use
-        for one in replaced
-        if one.name == ATTENTION
-        for stage in one.stages
-        for use in stage.reads
-    }
-    values = constrained.values
-    uses = {use: spec for use, spec in constrained.uses.items() if use not in own}
+    kernels_read = (stage.reads for one in replaced for stage in one.stages)
+    own = {use for reads in kernels_read for use in reads}
+    values, uses = constrained.values, dict[tuple[int, int], Spec]()
     if not frame.mesh:
         # On one device they say nothing, and a step took 3 % longer with them:
         # docs/decisions.md, "Presets race with and without constraints inside".
-        values, uses = {}, {}
+        values = {}
     elif level is not ConstraintLevel.EVERYTHING:
-        is_bare = level is ConstraintLevel.ARGUMENTS
-        shared = () if is_bare else activations(frame)
+        shared = () if level is ConstraintLevel.ARGUMENTS else activations(frame)
         # What the compiler fills in itself begins at these values, and it does not know
         # which ops read the padding of an uneven one as numbers (a scatter's indices).
         values = {
@@ -91,18 +84,15 @@ def _constrain(
             for v, spec in values.items()
             if v in shared
         }
-        uses = {}
         _hold(layout, part, values, uses)
     else:
         # Of what enters a loop's body no constraint says how it is sharded.
-        held: dict[tuple[int, int], Spec] = {}
-        _hold(layout, part, {}, held, products=False)
-        entering = {
-            (op, index): spec
-            for (op, index), spec in held.items()
-            if program.ops[op].operands[index] not in values and (op, index) not in own
-        }
-        uses = entering | uses
+        _hold(layout, part, {}, uses, products=False)
+        held = [use for use in uses if program.ops[use[0]].operands[use[1]] in values]
+        for use in held:
+            del uses[use]
+        uses |= constrained.uses
+        uses = {use: spec for use, spec in uses.items() if use not in own}
     return Constraints(
         values,
         uses,
@@ -190,6 +180,25 @@ def whole_job(
     return replace(job, options=tuned, choice=chosen)
 
 
+def _returned(frame: Frame, part: Part) -> Iterator[tuple[int, int, int]]:
+    """Yields inputs and outputs of a part that are an argument and its new value."""
+    program = frame.program
+    position = {v: i for i, v in enumerate(program.args)}
+    places = {v: i for i, v in enumerate(part.outputs)}
+    is_whole = part.is_whole(program)
+    seen: set[int] = set()
+    for place, v in enumerate(part.inputs):
+        argument = position.get(v)
+        output = frame.paired[argument] if argument is not None else None
+        if argument is None or output is None:
+            continue
+        made = output if is_whole else places.get(program.outputs[output])
+        # One value that becomes two arguments goes back into the first.
+        if made is not None and made not in seen:
+            seen.add(made)
+            yield place, made, argument
+
+
 def _job(
     layout: Layout, part: Part, constrained: Constraints, environment: Parts, label: str
 ) -> Job:
@@ -211,46 +220,26 @@ def _job(
         for v in part.inputs
     )
     specs = [even(v, layout.spec(v)) for v in part.outputs]
-    position = {v: i for i, v in enumerate(program.args)}
-    out_place = {v: i for i, v in enumerate(part.outputs)}
-    is_whole = part.is_whole(program)
-    pairs: list[tuple[int, int]] = []
-    settled: set[int] = set()
-    for place, v in enumerate(part.inputs):
-        argument = position.get(v)
-        output = frame.paired[argument] if argument is not None else None
-        if argument is None or output is None:
-            continue
-        made = output if is_whole else out_place.get(program.outputs[output])
-        if made is None or made in settled:
-            continue  # one value that becomes two arguments goes back into the first
-        settled.add(made)
+    feedback: list[tuple[int, int]] = []
+    for place, made, argument in _returned(frame, part):
         specs[made] = in_specs[place]
         if program.alias[argument] is not None:
-            pairs.append((place, made))
+            feedback.append((place, made))
     out_specs = tuple(specs)
-
     numbers = numbered(program, part)
-    local, local_op = numbers.values, numbers.ops
-    values = sorted((local[v], s) for v, s in constrained.values.items())
-    uses = sorted(((local_op[o], i), s) for (o, i), s in constrained.uses.items())
-    digest = hashlib.sha256()
-    digest.update(repr((values, uses, in_specs, out_specs, pairs)).encode())
-    for one in constrained.rematerialized:
-        again = [[local_op[op] for op in ops] for ops in (one.forward, one.backward)]
-        digest.update(repr((VERSION, again)).encode())
-    for one in constrained.replaced:
-        if (local_one := one.translated(local, local_op)) is not None:
-            digest.update(repr(local_one).encode())
+    inside = numbers.translated(constrained)
+    again = inside.rematerialized
+    what = (sorted(inside.values.items()), sorted(inside.uses.items()))
+    what += (in_specs, out_specs, feedback, again and VERSION, again, inside.replaced)
     given = dict(zip(program.args, program.given, strict=False))
     decided = [
-        (local[v], given[v].hex())
+        (numbers.values[v], given[v].hex())
         for v in part.inputs
         if given.get(v) and deciding(program, v)
     ]
     key = (
         ("ops", numbers.digest),
-        ("shardings", digest.hexdigest()),
+        ("shardings", hashlib.sha256(repr(what).encode()).hexdigest()),
         *([("given", repr(sorted(decided)))] if decided else []),
         ("mesh", mesh_text(frame.mesh)),
         *environment,
@@ -262,5 +251,5 @@ def _job(
         constraints=constrained,
         in_specs=in_specs,
         out_specs=out_specs,
-        feedback=tuple(pairs),
+        feedback=tuple(feedback),
     )

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
+from jax.interpreters import mlir
+
+_OF_SHARDINGS = "inspect_sharding"
 
 ChangeProgram = Callable[[Jaxpr], Jaxpr]
 # What tells two traces of one program apart: weak types, and objects' addresses.
@@ -123,3 +128,50 @@ def _changed(value: Any, change: ChangeProgram) -> Any:
         if any(a is not b for a, b in zip(new, value, strict=True)):
             return type(value)(new)
     return value
+
+
+# --------------------------------------------- lowered for devices that are not here
+
+
+def deferred(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A program whose ops do not ask for devices while it is lowered.
+
+    JAX refuses to lower custom_partitioning ops, what becomes one, and functions of the
+    host for a mesh without devices. Here they are lowered without.
+    """
+    return closed_with(closed, _deferred)
+
+
+def _deferred(jaxpr: Jaxpr) -> Jaxpr:
+    return with_equations(jaxpr, _deferred_eqn)
+
+
+def _deferred_eqn(eqn: JaxprEqn) -> JaxprEqn:
+    if eqn.primitive not in prim_requires_devices_during_lowering:
+        return with_inner(eqn, _deferred)
+    if eqn.primitive.name == _OF_SHARDINGS:
+        return eqn
+    return eqn.replace(primitive=_deferred_p, params={"op": _Op(eqn)})
+
+
+@dataclass(frozen=True, eq=False)
+class _Op:
+    """An op of JAX's that is lowered later; it hides the op's parameters."""
+
+    eqn: JaxprEqn
+
+    def __call__(self, *operands: Any) -> Any:
+        primitive = self.eqn.primitive
+        made = primitive.bind(*operands, **self.eqn.params)
+        return made if primitive.multiple_results else [made]
+
+
+_deferred_p = Primitive("deferred")
+_deferred_p.multiple_results = True
+_deferred_p.def_abstract_eval(lambda *_, op: [v.aval for v in op.eqn.outvars])
+mlir.register_lowering(
+    _deferred_p,
+    lambda context, *values, op: mlir.lower_fun(op, multiple_results=True)(
+        context, *values
+    ),
+)

@@ -38,12 +38,10 @@ from jax._src import custom_partitioning as jax_partitioning
 from jax._src import custom_partitioning_sharding_rule as jax_rules
 from jax._src import debugging as jax_debugging
 from jax._src.config import use_shardy_partitioner
-from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.extend.core import (
     ClosedJaxpr,
     Jaxpr,
-    JaxprEqn,
     Literal,
     Primitive,
     jaxpr_as_fun,
@@ -56,7 +54,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from cfp.errors import StepNotTraceable, summary_of
 from cfp.program import shardy
 from cfp.program.graph import PARTITIONED, Spec, axes_of, inner_flops
-from cfp.program.jaxprs import closed_with, with_equations, with_inner
 from cfp.program.read import read_program
 from cfp.program.rules import Rule, rule_of
 
@@ -65,7 +62,6 @@ _CONFIG = "backend_config"
 _PREFIX = "cfp"
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _rule_in_mlir: Any = jax_rules.sdy_sharding_rule_to_mlir
-_OF_SHARDINGS = "inspect_sharding"
 # They ask for the runtime of the platform, of which TPUs' alone is used.
 _HOST_CALLS: tuple[tuple[Primitive, Callable[..., Any]], ...] = (
     (jax_callbacks.pure_callback_p, jax_callbacks.pure_callback_lowering),
@@ -490,50 +486,6 @@ def _inside(call: ClosedJaxpr, platforms: tuple[str, ...]) -> tuple[str, int]:
     )
     ops = shardy.program_ops(shardy.main_function(module))
     return program.content, inner_flops(program, ops)
-
-
-def deferred(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A program whose ops do not ask for devices while it is lowered.
-
-    JAX refuses to lower custom_partitioning ops, what becomes one, and functions of the
-    host for a mesh without devices. Here they are lowered without.
-    """
-    return closed_with(closed, _deferred)
-
-
-def _deferred(jaxpr: Jaxpr) -> Jaxpr:
-    return with_equations(jaxpr, _deferred_eqn)
-
-
-def _deferred_eqn(eqn: JaxprEqn) -> JaxprEqn:
-    if eqn.primitive not in prim_requires_devices_during_lowering:
-        return with_inner(eqn, _deferred)
-    if eqn.primitive.name == _OF_SHARDINGS:
-        return eqn
-    return eqn.replace(primitive=_deferred_p, params={"op": _Op(eqn)})
-
-
-@dataclass(frozen=True, eq=False)
-class _Op:
-    """An op of JAX's that is lowered later; it hides the op's parameters."""
-
-    eqn: JaxprEqn
-
-    def __call__(self, *operands: Any) -> Any:
-        primitive = self.eqn.primitive
-        made = primitive.bind(*operands, **self.eqn.params)
-        return made if primitive.multiple_results else [made]
-
-
-_deferred_p = Primitive("deferred")
-_deferred_p.multiple_results = True
-_deferred_p.def_abstract_eval(lambda *_, op: [v.aval for v in op.eqn.outvars])
-mlir.register_lowering(
-    _deferred_p,
-    lambda context, *values, op: mlir.lower_fun(op, multiple_results=True)(
-        context, *values
-    ),
-)
 
 
 # -------------------------------------------------------------------------- compiling

@@ -45,7 +45,6 @@ from cfp.program.partitioned import is_call
 from cfp.program.rematerialize import TAG, tag_of
 
 _SYMBOL = re.compile(r'@("[^"]*"|[\w$.-]+)')
-_TENSOR = re.compile(r"tensor<((?:\d+x)*)(.+)>")
 _EMPTY_MESH = re.compile(r"\s*sdy\.mesh @\w+ = <\[\]>")
 _MESH = re.compile(r"\s*sdy\.mesh @[^=]+= ")
 _CONSTRAINT = "sdy.sharding_constraint"
@@ -259,7 +258,7 @@ class Replacer:
         """Puts a stage's ops before the first op that they stand for."""
         stage = one.stages[number]
         reads = [*(instance[op].operands[index] for op, index in stage.reads), *kept]
-        types = tuple(str(value.type) for value in reads)
+        types = tuple(_aval(value.type) for value in reads)
         text = _lowered(one.functions, number, types, self.mesh)
         first = min(self.program.values[v].producer for v in stage.makes)
         source = ir.Module.parse(_with_names(text, {"cfp_mesh": self.mesh_name}))
@@ -295,7 +294,10 @@ def _is_behind(op: ir.Operation, other: ir.Operation) -> bool:
 
 @lru_cache(maxsize=256)
 def _lowered(
-    functions: Functions, number: int, types: tuple[str, ...], mesh: Mesh
+    functions: Functions,
+    number: int,
+    types: tuple[jax.ShapeDtypeStruct, ...],
+    mesh: Mesh,
 ) -> str:
     """The module of a stage's function, as text, its mesh called ``cfp_mesh``.
 
@@ -303,7 +305,7 @@ def _lowered(
     """
     function = functions.stages(mesh)[number]
     platform = mesh.devices.flat[0].platform
-    traced = jax.jit(function, keep_unused=True).trace(*map(_aval, types))
+    traced = jax.jit(function, keep_unused=True).trace(*types)
     lowered = traced.lower(
         lowering_platforms=("cuda" if platform == "gpu" else platform,)
     )
@@ -333,13 +335,9 @@ def _with_names(text: str, names: Mapping[str, str]) -> str:
     return _SYMBOL.sub(written, text)
 
 
-def _aval(text: str) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a printed tensor type, such as ``tensor<2x8xf32>``."""
-    match = _TENSOR.fullmatch(text)
-    if match is None:
-        raise AssertionError(f"no function takes {text}")
-    dims = tuple(int(size) for size in match[1].split("x")[:-1])
-    return jax.ShapeDtypeStruct(dims, numpy_dtype(match[2]))
+def _aval(kind: ir.Type) -> jax.ShapeDtypeStruct:
+    tensor = ir.RankedTensorType(kind)
+    return jax.ShapeDtypeStruct(tensor.shape, numpy_dtype(str(tensor.element_type)))
 
 
 # ------------------------------------------------------------------- what is left over

@@ -38,10 +38,10 @@ from cfp.errors import CfpError, StepNotTraceable
 from cfp.program import shardy
 from cfp.program.fp8 import use_precision
 from cfp.program.graph import Program, Rewritten
-from cfp.program.jaxprs import closed_with, with_equations, with_inner
+from cfp.program.jaxprs import closed_with, deferred, with_equations, with_inner
 from cfp.program.meaning import check_settings
 from cfp.program.memory import auto_mesh, in_memory, on_auto_mesh, placed_avals
-from cfp.program.partitioned import deferred, lowering_parameters
+from cfp.program.partitioned import lowering_parameters
 from cfp.program.read import read_program
 from cfp.program.scatters import rewrite_scatters
 from cfp.program.step import FlatStep, given_bytes

@@ -20,6 +20,7 @@ MLIR = re.compile(r"jax\.extend\.mlir|jaxlib|jax\._src|\._lowering")
 # there is no public way, and say in the code what it is for.
 NON_PUBLIC = {
     "program/channel.py": {"jax._src.distributed"},
+    "program/jaxprs.py": {"jax._src.dispatch.prim_requires_devices_during_lowering"},
     "program/meaning.py": {"jax._src.config.trace_context"},
     "program/partitioned.py": {
         "jax._src.callback",
@@ -27,7 +28,6 @@ NON_PUBLIC = {
         "jax._src.custom_partitioning",
         "jax._src.custom_partitioning_sharding_rule",
         "jax._src.debugging",
-        "jax._src.dispatch.prim_requires_devices_during_lowering",
         "jax._src.sharding_impls.parse_flatten_op_sharding",
         "._ShardingCallbackInfo",
         "._sharding_callbacks",

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cfp.analysis.blocks import Block
-from cfp.analysis.contractions import DimClasses, is_contraction
+from cfp.analysis.contractions import DimClasses, is_contraction, model_flops
 from cfp.analysis.flow import passes
 from cfp.analysis.numbering import squeeze
-from cfp.analysis.ragged import model_flops
 from cfp.analysis.storage import Storage, StorageGroup, even_spec, extend_spec
 from cfp.analysis.strategies import (
     BlockSharding,

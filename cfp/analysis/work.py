@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Set
 from math import prod
 
-from cfp.analysis.contractions import is_contraction
+from cfp.analysis.contractions import is_contraction, model_flops
 from cfp.analysis.flow import Flow, passes
 from cfp.analysis.layout import Frame, program_flops, rematerialized_flops
-from cfp.analysis.ragged import model_flops
 from cfp.program.graph import Op, Program, call_flops, product_dtype, reached
 
 _NARROW = ("bf16", "f16")

@@ -27,8 +27,7 @@ from cfp.profiling.record import ProfileRecord
 from cfp.program.constrain import Constraints, partition_spec
 from cfp.program.graph import Program
 from cfp.program.trace import planning_mesh
-from cfp.program.widen import wide_dtype
-from cfp.program.written import Written, written
+from cfp.program.widen import Written, wide_dtype, written
 
 _SCALES = (1.0, 0.1)  # Of the numbers that are drawn.
 _ROUNDINGS = 8  # Of queries' gradients, say: weights, output, and what follows of both.

@@ -1,4 +1,4 @@
-"""The last pass: the plan of what has won a race, with its figures, and checked."""
+"""The last pass: the plan of a race's winner, with its figures, and checked."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class FoundPlan:
 def complete_plan(
     context: PlanContext, analyzed: Analyzed, outcome: RaceOutcome
 ) -> FoundPlan:
-    """Completes the plan of what won.
+    """Completes the plan of a race's winner.
 
     Raises:
-        MemoryBudgetError: nothing fits in memory.
-        CfpError: nothing runs.
+        MemoryBudgetError: no candidate fits in memory.
+        CfpError: no candidate runs.
     """
     analysis, rules, winner = analyzed.analysis, context.rules, outcome.winner
     if winner is None:

@@ -455,7 +455,7 @@ class _Planning:
 
 
 def _uses_host_memory(mesh: Mesh | DescribedMesh) -> bool:
-    """Returns True if what is in the host's memory is none of a device's."""
+    """True if host memory is separate from devices' memory, and usable."""
     if isinstance(mesh, DescribedMesh):
         return defaults_of(mesh.environment["platform"]).host_memory
     device = mesh.local_devices[0]

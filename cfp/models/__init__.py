@@ -1,8 +1,7 @@
 """Models to plan for by name, with their train steps.
 
-To build one needs the extra `models` of the package. `build` gives a step and abstract
-arguments, which is all that planning needs; `initialise` gives what it takes to run
-that step for real:
+Building a model needs the package's extra `models`. `build` returns a step and abstract
+arguments, which are enough for planning. `initialise` returns functions for a real run:
 
     train_step, args = build("gpt", layers=2)
     init_fn, make_batch = initialise("gpt", layers=2)

@@ -217,11 +217,11 @@ def attention(
     kv_names: tuple[str, ...] = HEADS,
     turn: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> jax.Array:
-    """Self-attention, [batch, seq, hidden] -> [batch, seq, hidden].
+    """Computes self-attention, [batch, seq, hidden] -> [batch, seq, hidden].
 
     Args:
       kv_names: of the dims of keys and values; KV_HEADS if they may have fewer heads.
-      turn: what is done to queries and keys.
+      turn: function of queries and keys, such as a rotary embedding.
     """
     query, key, value = (
         constrain(inside(name, linear, params, x), names)

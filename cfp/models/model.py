@@ -32,15 +32,15 @@ class Model:
     """A model that can be built by name.
 
     Attributes:
-      ends: the parameters outside of layers, as a tree of their dims' logical names:
-        text with spaces.
-      layers: the same of a round of layers, which is repeated, by names in a loop.
+      ends: parameters outside of layers, as a tree of their dims' logical names: text
+        with spaces.
+      layers: the same for a round of layers, which repeats, by names in a loop.
       apply: (configuration, parameters, batch) -> logits [batch, seq, vocab], and a
         penalty [] that the loss adds to their cross-entropy.
-      defaults: those that differ from `Config`'s, and those of options of its own.
-      random_batch: of a key, sequences, their length, and the vocabulary.
-      ffn: the width inside the MLPs by default, of that of the residual stream.
-      refusal: why a configuration's options do not fit together; empty if they do.
+      defaults: values that differ from `Config`'s, and values of own options.
+      random_batch: function of a key, sequences, their length, and the vocabulary.
+      ffn: default width inside the MLPs, from the width of the residual stream.
+      refusal: reason why a configuration's options do not fit together, or "".
     """
 
     doc: str

@@ -28,7 +28,7 @@ def _option(default: Scalar, doc: str, least: int | None = None) -> Any:
 class Config(BaseModel, frozen=True, strict=True, extra="forbid"):
     """The shape of a model and its training, for all models.
 
-    The defaults are GPT's; a `Model` has those that differ.
+    The defaults are GPT's; a `Model` has its own differences.
     """
 
     vocab: int = _option(51200, "tokens in the vocabulary", least=2)

@@ -1,7 +1,7 @@
-"""The train step that all models share: cross-entropy and AdamW.
+"""The train step of all models: cross-entropy and AdamW.
 
-The step is a plain function, `(state, batch) -> (state, metrics)`. It is not jitted
-and donates nothing: that is for the caller.
+The step is a plain function, `(state, batch) -> (state, metrics)`. Callers jit it and
+choose donated arguments.
 """
 
 from collections.abc import Callable

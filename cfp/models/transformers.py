@@ -97,7 +97,7 @@ def encoder_layer(params: Params, x: jax.Array) -> tuple[jax.Array, None]:
 
 @jax.named_scope("BERT")
 def _bert(config: Config, params: Params, batch: Batch) -> Out:
-    """Logits of what stood in the tokens' places."""
+    """Computes logits of the original tokens at all places."""
     x = inside("embedding", embed, params, batch["tokens"], config.dtype)
     x = x + inside("type_embedding", look_up, params, batch["types"]).astype(x.dtype)
     x = inside("embedding_norm", layer_norm, params, x)

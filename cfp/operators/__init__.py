@@ -25,10 +25,10 @@ __all__ = ["OPERATORS", "Argument", "Operator", "Refused", "find", "matching"]
 
 
 def find(name: str) -> Operator:
-    """An operator by its name.
+    """Returns an operator by its name.
 
     Raises:
-        CfpError: there is none.
+        CfpError: the name is unknown.
     """
     known("operator", name, OPERATORS)
     return OPERATORS[name]

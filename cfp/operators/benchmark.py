@@ -1,12 +1,12 @@
 """Checks and times implementations, one row for each at each shape and type.
 
 An implementation with wrong results is not timed. One that refuses the arguments or the
-device, fails, does not fit into memory or was not reached in time is a row, too, with
-its reason.
+device, fails, needs too much memory or was not reached in time has a row with its
+reason.
 
 Rows have a lower bound of time: contractions at the device's peak, and each byte of the
-arguments, the cotangent and the results moved once. Contractions count as they are, so
-causal attention half; a backward pass has twice those of the forward one.
+arguments, the cotangent and the results moved once. Causal attention counts half, and a
+backward pass has twice the contractions of the forward pass.
 """
 
 from __future__ import annotations
@@ -74,11 +74,10 @@ class Row:
     """One implementation at one shape and type.
 
     Attributes:
-        state: `MEASURED`, or one of the reasons beside it why there is no time.
-        reason: why it was not measured; empty if it was.
-        detail: the whole traceback of what failed.
-        errors: relative differences from the oracle, by name; None for what is no
-            number.
+        state: `MEASURED`, or a kind of reason against it.
+        reason: reason without a measurement; "" with one.
+        detail: traceback of a failure.
+        errors: relative differences to the oracle, by name; None for NaN.
         passes: by "forward" and "both".
     """
 
@@ -104,11 +103,11 @@ def run(
     """Checks and times operators, the first shape of all operators first.
 
     Args:
-        forward_only: without the backward pass.
-        seconds: no implementation begins after so many.
+        forward_only: True leaves out the backward pass.
+        seconds: time after which no implementation begins.
 
     Yields:
-        A row for each implementation as soon as it is known.
+        A row for each implementation, at once.
     """
     end = time.perf_counter() + seconds
     for shape, dtype, operator in product(shapes, dtypes, operators):
@@ -131,7 +130,7 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One operator at one shape and type."""
+    """An operator at one shape and type."""
 
     operator: Operator
     shape: Shape

@@ -108,14 +108,14 @@ def refusal(operator: Operator, name: str, shape: Shape, dtype: str) -> str:
 
 
 def output(operator: Operator, args: Sequence[Any]) -> jax.ShapeDtypeStruct:
-    """Shape and type of what an operator makes of some arguments."""
+    """Returns shape and type of an operator's result for some arguments."""
     return jax.eval_shape(partial(operator.oracle, **operator.options), *args)
 
 
 def sample(
     operator: Operator, shape: Shape, dtype: str
 ) -> tuple[tuple[Array, ...], Array]:
-    """Random arguments, and a random cotangent of what the operator makes of them."""
+    """Makes random arguments, and a random cotangent of the operator's result."""
     keys = iter(jax.random.split(jax.random.key(0, impl="rbg"), 20))
     args = [
         _random(next(keys), one, shape, like.dtype)
@@ -195,12 +195,12 @@ def compare(
     """Compares the results of an implementation with those of the oracle.
 
     Args:
-        limit: of relative differences of norms; the largest difference may be four
-            times that part of the largest element.
+        limit: of relative differences of norms; the largest single difference may be
+            four times this share of the largest element.
 
     Returns:
-        Relative differences of norms by name, and words for those that are too large
-        or no numbers; empty if there are none.
+        Relative differences of norms by name, and a text about differences that are too
+        large or NaN; "" without any.
     """
     errors, wrong = {}, []
     for name, value in found.items():

@@ -42,7 +42,7 @@ CPU_SHAPES = ("2,128,128,4,1024",)
 
 
 def environment() -> dict[str, Any]:
-    """The device, Python, and versions of packages; None for what is missing."""
+    """Returns the device, Python, and versions of packages; None for missing ones."""
     device = jax.devices()[0]
     installed = {one.name: one.version for one in metadata.distributions()}
     root = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def environment() -> dict[str, Any]:
 
 
 def print_environment(found: Mapping[str, Any], console: Console) -> None:
-    """The table of what operators run on."""
+    """Prints a table of device and versions."""
     console.print("===== Environment =====")
     table = _table("", "Value")
     for name, value in {**found, **found["packages"]}.items():
@@ -72,7 +72,7 @@ def print_environment(found: Mapping[str, Any], console: Console) -> None:
 
 
 def print_list(operators: Sequence[Operator], console: Console) -> None:
-    """The operators and their implementations, with what is missing and why."""
+    """Prints operators and their implementations, with reasons for missing ones."""
     table = _table("operator", "implementation", "here", "what it computes")
     shape = Shape.parse(CPU_SHAPES[0])
     for operator in operators:
@@ -91,7 +91,7 @@ def print_results(
     *,
     verbose: bool = False,
 ) -> None:
-    """All tables of what was measured, and what was not with its reason."""
+    """Prints tables of all measurements, and reasons for missing ones."""
     for operator in operators:
         for name in _PASSES:
             own = [r for r in rows if r.operator == operator.name and name in r.passes]
@@ -221,7 +221,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _tell(row: Row) -> None:
-    """One line for what was just found, on the error stream."""
+    """Prints a line about a new result on the error stream."""
     found = f"{row.state}: {row.reason}"
     if row.state == MEASURED:
         times = ", ".join(f"{n} {p.median_ms:.3f} ms" for n, p in row.passes.items())

@@ -82,7 +82,7 @@ def causal_mask(queries: int, keys: int) -> Array:
 
 
 def softmax(scores: Array, seen: Array | None = None) -> Array:
-    """Softmax over the last dim of what a mask shows, in float32."""
+    """Computes softmax over the last dim in float32, with an optional mask."""
     y = scores.astype(jnp.float32)
     y = y if seen is None else jnp.where(seen, y, _LEAST)
     powers = jnp.exp(y - jax.lax.stop_gradient(y.max(-1, keepdims=True)))
@@ -90,7 +90,7 @@ def softmax(scores: Array, seen: Array | None = None) -> Array:
 
 
 def softmax_jax_nn(scores: Array, seen: Array | None = None) -> Array:
-    """The same by `jax.nn`."""
+    """Computes `softmax` by `jax.nn`."""
     return jax.nn.softmax(scores.astype(jnp.float32), where=seen).astype(scores.dtype)
 
 
@@ -172,7 +172,7 @@ def attention_jax_nn(
 
 
 def one_by_one(x: Array, kernels: Array, groups: Array) -> Array:
-    """Every product of all rows, of which those of the group are taken."""
+    """Multiplies all rows by every matrix, and selects those of each row's group."""
     ends = jnp.cumsum(groups)
     rows = jnp.arange(x.shape[0])[:, None]
     found = jnp.zeros((x.shape[0], kernels.shape[2]), x.dtype)

@@ -1,8 +1,8 @@
 """Operators: their arguments, oracles, and the functions of libraries.
 
-An operator is called like a function. It checks its arguments against the named dims
-that it declares, and takes the first implementation that does not refuse them, or the
-one that was asked for. If all refuse, one message has each reason.
+An operator is called like a function. It checks its arguments against its named dims,
+and takes the given implementation, or the first that does not refuse them. If all
+refuse, one message has each reason.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Operator:
     """An operator and its implementations; call it like a function.
 
     Attributes:
-        summary: the value that it computes, in one line.
-        arguments: in the order in which they are given.
-        oracle: the plain formula, which is given float32.
-        implementations: functions by library, the preferred ones first. They take the
+        summary: its result, in one line.
+        arguments: in the order of a call.
+        oracle: the plain formula, for float32.
+        implementations: functions by library, preferred ones first. They take the
             arguments and options, or raise `Refused`.
-        flops: from sizes of dims by name to floating point operations of contractions,
-            forward; an operator without any is bound by memory.
+        flops: number of floating-point operations of contractions, forward, from sizes
+            of dims by name; an operator without any is bound by memory.
         options: names and defaults of keyword options.
     """
 
@@ -120,7 +120,7 @@ class Operator:
         )
 
     def check_shapes(self, args: Sequence[Any]) -> None:
-        """Checks that the dims of the arguments are those that they declare.
+        """Checks the arguments' dims against the declared ones.
 
         Raises:
             CfpError: they contradict each other.
@@ -145,10 +145,10 @@ class Operator:
 
 
 def known(what: str, name: str, names: Iterable[str]) -> None:
-    """Checks that a name is among those that there are.
+    """Checks that a name is known.
 
     Raises:
-        CfpError: it is not.
+        CfpError: the name is unknown.
     """
     if name not in (all_names := list(names)):
         there = known_names(name, all_names)

@@ -128,7 +128,7 @@ def _operator(
     flops: Callable[[Mapping[str, int]], float] = lambda dims: 0.0,
     **options: Any,
 ) -> Operator:
-    """An operator with its implementations, of which one is the oracle."""
+    """Makes an operator of implementations and their oracle."""
     return Operator(
         name=name,
         summary=summary,

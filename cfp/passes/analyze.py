@@ -1,6 +1,6 @@
 """The first pass: traces a step, and analyses it on a mesh.
 
-Of arguments types count, and the values of scalars and small masks
+Uses the types of arguments, and values of scalars and small masks
 (:mod:`cfp.program.step`).
 """
 

@@ -32,11 +32,11 @@ def profile(
     all_presets: bool = False,
     races: bool = True,
 ) -> Profiles:
-    """Measures options of every kind of segment, as the search asks for them.
+    """Measures options of every kind of segment, at the search's requests.
 
     Args:
         all_presets: see `profile_segments`.
-        races: whether a race may follow, which has a share of a budget of time.
+        races: True leaves a share of a budget of time to a race.
     """
     started = time.perf_counter()
     if context.rules.estimates:
@@ -154,7 +154,7 @@ def _with_leaner(
     presets: Mapping[str, Choice],
     near: Mapping[str, Choice],
 ) -> dict[str, Choice]:
-    """Near presets, and those that need less memory than all estimated to be faster."""
+    """Adds presets that need less memory than all faster ones to the near presets."""
     times_ms = preset_times(analysis, estimates, presets)
     needs = {name: costs.least_peak_bytes(one) for name, one in presets.items()}
     least = min((needs[name] for name in near), default=0)

@@ -334,10 +334,10 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
 def _fastest(
     analysis: Analysis, named: Mapping[str, Choice], problem: Problem
 ) -> dict[str, Choice]:
-    """The presets that race where choices are made by estimates.
+    """Selects the presets of the race if estimates decide.
 
-    What fits in a budget by prediction comes first, and of what takes as long the one
-    that needs less.
+    Presets that fit in a budget by prediction come first; among equally fast ones the
+    smaller.
     """
 
     def rank(name: str) -> tuple[bool, float, int]:

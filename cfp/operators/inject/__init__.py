@@ -1,16 +1,16 @@
-"""Operators put into models that are there already.
+"""Operators put into existing models.
 
     from cfp.operators.inject import inject, injection
 
-    print(inject(model))             # A module of NNX: what was replaced, or why not.
+    print(inject(model))             # A module of NNX: replaced parts, and reasons.
 
     with injection() as report:      # Modules of linen, while they are called.
         logits = model.apply(variables, tokens)
 
-Operators compute calls of parts; the parts keep their parameters, which a policy maps
-when a part is called. So checkpoints are the original's, and tied weights stay tied.
-Calls of modules of `flax.linen` are intercepted. A part of a module of `flax.nnx` gets
-a class of its own, derived from the part's, whose call is the operators'.
+Operators compute calls of parts. Parts keep their parameters, which a policy maps at a
+call. So checkpoints are the original's, and tied weights stay tied. Calls of modules of
+`flax.linen` are intercepted. A part of a module of `flax.nnx` gets a class of its own,
+derived from the part's, whose call is the operators'.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ registered: list[type[Policy]] = [*POLICIES]
 
 
 def register_policy(policy: type[Policy]) -> type[Policy]:
-    """Adds a policy to those that every injection uses; the newest is asked first.
+    """Adds a policy for every injection; the newest is asked first.
 
     Raises:
-        CfpError: it is no policy.
+        CfpError: the value is no policy.
     """
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise CfpError(

@@ -146,7 +146,7 @@ class HFGPT2Attention(_OfHF):
     drops = ("attn_pdrop", "resid_pdrop")
 
     def compute(self, part: Any, parameters: Any, hidden: Array, mask: Any) -> Any:
-        """Both projections as they are, and the operator between them."""
+        """Computes both projections unchanged, and the operator between them."""
         if not getattr(part, "causal", True):
             raise Refused("is cross-attention")
         dtype = getattr(part, "dtype", None)
@@ -186,7 +186,7 @@ class HFBertSelfAttention(_OfHF):
     drops = ("attention_probs_dropout_prob",)
 
     def compute(self, part: Any, parameters: Any, hidden: Array, mask: Any) -> Any:
-        """One projection, and attention to what is no padding."""
+        """Computes one projection, and attention without padding."""
         kernel, bias = (
             jnp.stack([parameters[name][leaf] for name in ("query", "key", "value")])
             for leaf in ("kernel", "bias")

@@ -21,14 +21,14 @@ class Policy(ABC):
     """The replacement of one kind of part.
 
     A policy is made once for an injection. It must not keep arrays: a replacement gets
-    the part's parameters when it is called.
+    the part's parameters at its call.
 
     Attributes:
-        implementations: names by operator; the first that takes the arguments for the
-            others.
-        right_padded: says that masks of padding that are given to attention mask ends
-            of sequences only.
-        used: names of the implementations that were called, by operator.
+        implementations: names by operator; other operators take the first
+            implementation that accepts the arguments.
+        right_padded: True promises that padding masks of attention mask ends of
+            sequences only.
+        used: names of the called implementations, by operator.
     """
 
     implementations: Mapping[str, str]
@@ -64,9 +64,9 @@ class Part:
 
     Attributes:
         kind: its class.
-        policy: that matched; empty if none did.
-        operators: the implementations of its last call, by operator.
-        reason: why it was not replaced; empty if it was.
+        policy: name of the matching policy, or "".
+        operators: implementations of its last call, by operator.
+        reason: reason against a replacement; "" if replaced.
     """
 
     kind: str
@@ -95,7 +95,7 @@ class Report:
         return [part for part in self.parts.values() if part.reason]
 
     def __str__(self) -> str:
-        """A line for each part, those that were left last."""
+        """Lists the parts, one a line, parts without a replacement last."""
         lines = [f"{len(self.replaced)} parts replaced, {len(self.left)} left"]
         for path, part in sorted(
             self.parts.items(), key=lambda one: one[1].reason != ""

@@ -425,12 +425,12 @@ def is_gradient(program: Program, value: int, ends: Set[int] = frozenset()) -> b
 
 
 def pair_outputs(flow: Flow) -> tuple[int | None, ...]:
-    """For each argument the output that is its new value, or None.
+    """Finds for each argument the output that is its new value, or None.
 
-    Equal types with equal paths below the root say so. A result may lie deeper, as
-    `checkify` returns state, and an argument may have no path below the root: then the
-    one is computed from the other elementwise, too. Donation speaks for the rest: JAX
-    matches donated arguments with results by type alone, so it comes second.
+    Equal types with equal paths below the root identify it. A result may lie deeper, as
+    `checkify` returns state, and an argument may have no path below the root. Then the
+    result must also be computed from the argument elementwise. Donation comes second,
+    as JAX matches donated arguments with results by type alone.
     """
     program = flow.program
     paired: list[int | None] = [None] * len(program.args)

@@ -91,7 +91,7 @@ class Rows:
         return lax.dynamic_slice_in_dim(x, self.half * self.count, self.count, dim)
 
     def spread(self, part: Array, fill: float = 0.0) -> Array:
-        """Spreads rows to all tokens along dim 1, zeros elsewhere.
+        """Spreads rows to all tokens along dim 1, with a fill elsewhere.
 
         An elementwise expression, which the compiler fuses into its reader.
         """

@@ -185,10 +185,7 @@ class Check:
 
     @property
     def tolerance(self) -> float:
-        """Relative L2 distance that always passes.
-
-        It is more than float32's where the step calls kernels that compute in less.
-        """
+        """Relative L2 distance that always passes, larger if kernels use fewer bits."""
         if self.given_tolerance is not None:
             return self.given_tolerance
         usual = DOUBLE_TOLERANCE if self.planned.double else FULL_TOLERANCE
@@ -203,11 +200,11 @@ class Check:
     def step(self, tell: Callable[[str], None] = lambda _: None) -> Differences:
         """Runs a step on both sides.
 
-        Rounding is measured where leaves are further off than always passes, until it
-        explains the difference: of few tries the mean square may be far too small.
+        If a leaf exceeds the tolerance, rounding is measured until it explains the
+        difference, as the mean square of few tries may be far too small.
 
         Args:
-            tell: called with what is being done.
+            tell: called with a text about each run.
         """
         tell("running the reference")
         expected = in_host(self._results(self.reference.step, fresh))

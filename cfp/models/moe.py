@@ -45,8 +45,8 @@ class Routing(NamedTuple):
 def route_top2(gates: jax.Array, capacity: int) -> Routing:
     """Seats each token at its two best experts, in the order of the tokens.
 
-    All first choices are seated before any second choice. What finds no seat is
-    dropped: that expert adds nothing to the token.
+    All first choices are seated before any second choice. A choice without a seat adds
+    nothing to the token.
 
     Args:
       gates: [groups, group, experts], each token's probabilities.

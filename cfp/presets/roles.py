@@ -217,7 +217,7 @@ def _exceeds(rule: Rule, factor: int, size: int) -> bool:
 
 
 def in_result(rule: Rule) -> list[int]:
-    """Selects the first result's dims, in their order."""
+    """Lists the major factors of the first result's dims, in order."""
     return [f for f in map(rule.major, rule.results[0]) if f is not None]
 
 

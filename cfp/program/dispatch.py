@@ -35,11 +35,11 @@ from cfp.program.step import FlatStep, abstract
 
 
 class Apart:
-    """Gives arguments memory of their own where a step may overwrite what they share.
+    """Copies arguments that share memory which a step may overwrite.
 
-    To ask an array for its buffers waits for whatever makes it. So only those are
-    asked that can share any: two arrays of one type whose pieces have one shape, one of
-    them to be overwritten, and one of them not known from the step's latest call.
+    Reading an array's buffers waits for its computation. So only candidates are read:
+    two arrays of one type with pieces of one shape, one of them to be overwritten, and
+    one of them unknown from the step's latest call.
     """
 
     def __init__(

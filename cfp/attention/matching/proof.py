@@ -102,7 +102,7 @@ def prove(core: Core) -> tuple[Table, bool]:
 
 
 def _form(core: Core, table: Table) -> tuple:
-    """All that a comparison depends on, without the numbers of values."""
+    """Returns a key of everything that a comparison depends on, except numbers."""
     places: dict[Arg, int] = {}
 
     def place(arg: Arg) -> Any:

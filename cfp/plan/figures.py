@@ -180,9 +180,3 @@ class Figures:
         for kind, pick in zip(kind_of, picks, strict=False):
             if kind >= len(kinds) or pick >= len(kinds[kind].options):
                 raise ValueError(f"there is no option {pick} of kind {kind}")
-
-    def taken(self, segment: int) -> OptionFigures | None:
-        """The option that the plan takes for a segment, if that was measured."""
-        if not self.picks:
-            return None
-        return self.kinds[self.segment_kinds[segment]].options[self.picks[segment]]

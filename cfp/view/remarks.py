@@ -25,8 +25,6 @@ from cfp.view import words
 from cfp.view.words import few
 
 _WORTH_DONATING = 0.02  # of the memory that a plan needs
-# Guess: some hundred kernels, each launched in some microseconds.
-SHORT_STEP_MS = 1.0
 _MORE_TIME = (
     "a longer --time-budget, or PlannerSettings(seconds=...), has time for them"
 )
@@ -71,12 +69,6 @@ def _nothing_sharded(plan: Plan) -> Values:
         if one.name == Dimension.SHARDING and one.without_ms is not None
     ]
     return what, str(devices), "".join(others)
-
-
-def _mostly_launches(plan: Plan) -> Values:
-    is_described = plan.rung == "estimated" and plan.environment.get("described")
-    is_short = plan.predicted_ms is not None and plan.predicted_ms < SHORT_STEP_MS
-    return f"{SHORT_STEP_MS:g}" if is_described and is_short else ()
 
 
 def _loops(plan: Plan) -> Values:
@@ -246,11 +238,6 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
         "batch",
     ),
     (_crossing, "goes from host to host: {}, {}; {} stay within hosts"),
-    (
-        _mostly_launches,
-        "below {} ms launches of kernels and collectives, which estimates mostly leave "
-        "out, take most of a step: expect more",
-    ),
     (lambda plan: "; ".join(plan.site_checks), "{}"),
     (
         _loops,

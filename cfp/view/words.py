@@ -35,8 +35,6 @@ VERIFIED, WAS_DESCRIBED = "verified", "was_described"
 OTHER_DEVICES = "other_devices"
 # Of a budget that was asked for, what is held back for the allocator.
 RESERVE_BYTES = "reserve_bytes"
-# Of a GPU's memory what JAX takes by default, and what the driver leaves of that.
-_USUAL_SHARE = 0.70, 0.76
 
 
 def storage_text(segment: PlanSegment) -> str:
@@ -261,7 +259,4 @@ def budget_text(plan: Plan) -> str:
     if reserve := round(plan.search.get(RESERVE_BYTES, 0.0)):
         asked, kept = map(format_bytes, (budget + reserve, reserve))
         return f"{text}: the budget of {asked} less {kept} that the allocator may add"
-    if whole and _USUAL_SHARE[0] <= budget / whole <= _USUAL_SHARE[1]:
-        fraction = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-        return f"{text}, what JAX takes unless {fraction} says otherwise"
     return text

@@ -23,23 +23,19 @@ from cfp.cli import options as o
 from cfp.cli.options import (
     Answer,
     leave_printing_to_process_0,
-    mode_of,
     plan_answer,
     save,
 )
-from cfp.cli.session import check_writable, open_session, parse_pins
+from cfp.cli.session import check_writable, parse_pins
 from cfp.cluster.on_ray import plan_on_ray
 from cfp.devices.described import Cluster, DescribedMesh, cluster_of, mesh_of
 from cfp.errors import CfpError
 from cfp.planner_settings import dimensions_of
-from cfp.presets.presets import named_choices
 from cfp.printable import mesh_text
 from cfp.profiling.store import store_path
 from cfp.settings import Dimension
 from cfp.targets import MICROBATCHES, Target, resolve
 from cfp.units import parse_bytes
-from cfp.view import passes
-from cfp.view.console import print_view
 from cfp.view.progress import Display
 
 _ALL = "all"
@@ -175,15 +171,10 @@ def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
 @o.command(
     *("target", "devices", "mesh", "described", "platform", "memory_budget"),
     *("time_budget", "preset", "choose", "pin", "donate", "output"),
-    *("presets", "mesh_shapes", "microbatches", "static", "attention"),
+    *("mesh_shapes", "microbatches", "static", "attention"),
     *("precision", "per_kind", "others", "quick", "measure", "no_race", "compile"),
     *("ray", "retry_failures"),
     *("run_timeout", "build_timeout", "workdir", "as_json", "quiet"),
-    presets=o.Option(
-        bool,
-        "List the presets for the step: data parallel, fully sharded, ...",
-        under="Instead of a new plan",
-    ),
     mesh_shapes=o.Option(
         list[str],
         "A mesh to plan for, such as x=2,y=4. May be given more than once: the "
@@ -208,8 +199,6 @@ def plan(ctx: typer.Context, given: Any) -> Answer:
 
     For devices that are not here: cfp plan gpt --for 2x8xh100 --mesh x=2,y=8.
     """
-    if mode_of(ctx, {"presets": _OF_PRESETS}, {}) is not None:
-        return list_presets(ctx)
     o.supervise(ctx, given.workdir)
     parse_bytes(given.memory_budget)
     parse_pins(given.pin)
@@ -267,19 +256,3 @@ def _find_there(
     given = SimpleNamespace(params=params | {"workdir": workdir}, args=args, obj=obj)
     found = find(given)
     return replace(found, plan=found.plan.as_in_file())
-
-
-# -------------------------------------------------------------- modes without a search
-
-# Options that go with --presets, by parameter.
-_OF_PRESETS = (
-    *("target", "platform", "as_json", "donate", "static", "quiet"),
-    *("devices", "mesh", "pin"),
-)
-
-
-def list_presets(ctx: typer.Context) -> Answer:
-    """Lists the presets for a step."""
-    analysis = open_session(ctx).analysis
-    found = passes.presets_data(analysis, named_choices(analysis.frame))
-    return Answer(lambda: found, lambda: print_view(passes.presets_rows(found).table))

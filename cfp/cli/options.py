@@ -226,7 +226,7 @@ OPTIONS: Mapping[str, Option] = {
     "time_budget": _of_settings("seconds", float, None, metavar="SECONDS", min=0),
     "preset": Option(
         str,
-        "Take a preset instead of searching; --presets of cfp plan lists them.",
+        "Take a preset instead of searching: data_parallel, fully_sharded, ...",
         metavar="NAME",
     ),
     "pin": Option(

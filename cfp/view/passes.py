@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -11,11 +10,10 @@ from rich.console import RenderableType
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.dump import opaque_lines, segment_records
-from cfp.analysis.layout import Choice, lay_out, program_flops
+from cfp.analysis.layout import program_flops
 from cfp.analysis.segments import Segment
-from cfp.analysis.storage import spec_ways
 from cfp.analysis.strategies import Strategy, block_strategies
-from cfp.plan.describe import block_moves, op_text
+from cfp.plan.describe import op_text
 from cfp.printable import counted
 from cfp.profiling.rates import Rates, sent_share
 from cfp.search.requests import Profiles
@@ -152,39 +150,6 @@ def profiles_view(
     return sheet(
         border, "", [Rows(title="Profiles", headings=headings, rows=rows)], [line]
     )
-
-
-def presets_data(
-    analysis: Analysis, presets: Mapping[str, Choice]
-) -> list[dict[str, Any]]:
-    """Collects memory and communication of each preset, on each device in a step."""
-    frame = analysis.frame
-    found = []
-    for name, choice in presets.items():
-        layout = lay_out(frame, choice)
-        held = sum(
-            frame.program.values[v].size_bytes
-            // spec_ways(layout.arg_spec(position), frame.mesh)
-            for position, v in enumerate(frame.program.args)
-        )
-        sent: dict[str, int] = {}
-        for _, kind, axes, size, turns in block_moves(analysis, layout):
-            over = f"{kind} {','.join(axes)}"
-            sent[over] = sent.get(over, 0) + turns * size
-        found.append({"name": name, "argument_bytes": held, "collective_bytes": sent})
-    return found
-
-
-def presets_rows(found: list[dict[str, Any]]) -> Rows:
-    """Tabulates the presets."""
-    rows = []
-    for item in found:
-        sent = sorted(item["collective_bytes"].items(), key=lambda pair: -pair[1])
-        sends = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sent) or "-"
-        held = format_bytes(item["argument_bytes"])
-        rows.append(row_of(item["name"], held, sends))
-    headings = ("name", "arguments per device", "collectives in a step")
-    return Rows(title="Presets", headings=headings, rows=rows)
 
 
 # ---------------------------------------------------------------- rates of collectives

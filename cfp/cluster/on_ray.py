@@ -154,9 +154,8 @@ def plan_on_ray(
             made, found = ray.get(runner.plan.remote(work, [*kept.records()]))
         except ray.exceptions.RayActorError as error:
             raise CfpError(
-                f"{RUNNER_RESTARTS + 1} runners crashed in a row: {error}. See whether "
-                "JAX runs anything on the devices; the same command goes on from what "
-                "is measured."
+                f"{RUNNER_RESTARTS + 1} runners crashed in a row: {error}. Check that "
+                "JAX runs on the devices; the same command continues from the records."
             ) from error
         finally:
             ray.kill(runner)

@@ -113,10 +113,9 @@ def check_settings() -> None:
         )
     if getattr(jax.config, "jax_disable_jit", False):
         raise CfpError(
-            "jax_disable_jit is on (jax.disable_jit(), or JAX_DISABLE_JIT=1), so that "
-            "nothing is traced or compiled, and cfp shards what is compiled. To debug "
-            "the step call it by itself; leave jax.disable_jit() to plan it, or to run "
-            "it under a plan."
+            "jax_disable_jit is on (jax.disable_jit(), or JAX_DISABLE_JIT=1), and cfp "
+            "shards compiled programs. Leave jax.disable_jit() to plan a step, or to "
+            "run it under a plan; to debug the step call it by itself."
         )
 
 

@@ -640,10 +640,9 @@ def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
     """
     if isinstance(leaf, jax.Ref):
         raise StepNotTraceable(
-            f"Argument {name!r} is a jax.Ref, which the step changes in place; cfp "
-            "shards steps that return what is new. Pass the array in it (ref[...]), "
-            "make the Ref inside the step (jax.new_ref), and return its last value "
-            "(jax.freeze)."
+            f"Argument {name!r} is a jax.Ref, but cfp shards steps that return new "
+            "values. Pass the array in it (ref[...]), make the Ref inside the step "
+            "(jax.new_ref), and return its last value (jax.freeze)."
         )
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)

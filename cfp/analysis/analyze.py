@@ -7,7 +7,7 @@ tied embedding, an encoder's output and the skips of a U-net pass further.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from cfp.analysis.blocks import find_blocks
 from cfp.analysis.contractions import is_product
 from cfp.analysis.flow import NEVER, Flow, first_downstream, passes
-from cfp.analysis.layout import Frame, GroupSharding
+from cfp.analysis.layout import Frame
 from cfp.analysis.numbering import number_values
 from cfp.analysis.segments import Segment, find_segments, open_loops
 from cfp.analysis.storage import find_storage, pair_outputs
@@ -107,6 +107,7 @@ def build_frame(
     far = outer & {name for name, _ in axes}
     canonical, paired, groups, blocks = _blocks_and_state(program)
     block_of = [-1] * len(program.ops)
+    alike: dict[Hashable, BlockSharding] = {}
     for block in blocks:
         for op in block.ops:
             block_of[op] = block.index
@@ -118,8 +119,9 @@ def build_frame(
         groups=groups,
         paired=paired,
         canonical=canonical,
-        shardings=tuple(BlockSharding(program, b, axes, canonical) for b in blocks),
-        states=tuple(GroupSharding(program, g, axes, canonical) for g in groups),
+        shardings=tuple(
+            BlockSharding(program, b, axes, canonical, alike) for b in blocks
+        ),
         block_of=tuple(block_of),
         group_of={op: g.index for g in groups for op in (*g.ops, *g.inner_ops)},
         group_of_arg={a: g.index for g in groups for a in g.args},

@@ -335,6 +335,31 @@ def major_factors(
     return found
 
 
+def form_of(
+    program: Program,
+    canonical: Mapping[int, int],
+    ops: Iterable[int],
+    values: Iterable[int] = (),
+) -> Hashable:
+    """All that decides which dims of some ops' tensors are of one class.
+
+    It is the same for the ops of layers that are alike, and the n-th op of one has the
+    classes that the n-th of another has. Some values are told apart, too.
+    """
+    places: dict[int, int] = {}
+
+    def place(value: int) -> int:
+        found = places.setdefault(canonical.get(value, value), len(places))
+        return ~found if program.is_leaf(value) else found
+
+    every = (program.ops[op] for op in ops)
+    tensors = (
+        (o.rule, *(tuple(map(place, v)) for v in (o.operands, o.results)))
+        for o in every
+    )
+    return (*tensors, *map(place, values))
+
+
 class DimClasses:
     """Classes of dims over a set of ops, for one axis size.
 

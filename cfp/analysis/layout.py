@@ -13,7 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cfp.analysis.blocks import Block
-from cfp.analysis.contractions import DimClasses, is_contraction, model_flops
+from cfp.analysis.contractions import (
+    DimClasses,
+    form_of,
+    is_contraction,
+    model_flops,
+)
 from cfp.analysis.flow import passes
 from cfp.analysis.numbering import squeeze
 from cfp.analysis.storage import Storage, StorageGroup, even_spec, extend_spec
@@ -29,7 +34,7 @@ from cfp.analysis.strategies import (
 )
 from cfp.fields import Name
 from cfp.program.constrain import Constraints
-from cfp.program.graph import Op, Program, call_flops
+from cfp.program.graph import Op, Program, call_flops, searched_once
 
 QuerySpread = Literal["", "ring", "zigzag"]
 
@@ -95,7 +100,6 @@ class Frame:
     paired: tuple[int | None, ...]
     canonical: Mapping[int, int]
     shardings: tuple[BlockSharding, ...]
-    states: tuple[GroupSharding, ...]
     block_of: tuple[int, ...]  # op id -> block index, or -1
     group_of: Mapping[int, int]  # update op id -> group index
     group_of_arg: Mapping[int, int]  # argument position -> group index
@@ -105,11 +109,6 @@ class Frame:
     looked_for: dict[tuple[Any, ...], Any] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )  # See `searched_once`.
-    # By op id and axes: specs in which it makes its results, and axes over which they
-    # are partial sums. All layouts ask for them.
-    result_specs: dict[
-        tuple[int, FactorAxes], tuple[tuple[Spec, ...], tuple[str, ...]]
-    ] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def stored_spec(self, group: StorageGroup, mode: Storage, used: Spec) -> Spec:
         """The widest sharding of a storage group.
@@ -187,8 +186,7 @@ class Layout:
             return None
         if op.id in self.axes and op.rule is not None:
             if index < len(op.rule.operands):
-                dims, axes = op.rule.operands[index], self.axes[op.id]
-                return tensor_spec(op.rule, dims, axes, dict(self.frame.mesh))
+                return self._op_specs(op)[1][index]
             return None
         if op.shardings:
             return self._by_hand(op.shardings[index])
@@ -213,7 +211,7 @@ class Layout:
     def natural_spec(self, op: Op, index: int) -> Spec | None:
         """Returns the spec in which an op makes its result, before any resharding."""
         if op.id in self.axes:
-            return self._result_specs(op)[0][index]
+            return self._op_specs(op)[0][index]
         if op.shardings:
             return self._by_hand(op.shardings[len(op.operands) + index])
         if op.id in self.frame.program.leaf_ops:
@@ -222,16 +220,22 @@ class Layout:
 
     def unreduced(self, op: Op) -> tuple[str, ...]:
         """The axes over which an op leaves partial sums."""
-        return self._result_specs(op)[1] if op.id in self.axes else ()
+        return self._op_specs(op)[2] if op.id in self.axes else ()
 
-    def _result_specs(self, op: Op) -> tuple[tuple[Spec, ...], tuple[str, ...]]:
-        """The specs of an op's results, and the axes over which they are partial."""
-        rule, axes, known = op.rule, self.axes[op.id], self.frame.result_specs
-        if (found := known.get((op.id, axes))) is None:
+    def _op_specs(
+        self, op: Op
+    ) -> tuple[tuple[Spec, ...], tuple[Spec, ...], tuple[str, ...]]:
+        """Specs of results and operands, and axes over which results are partial."""
+        rule, axes, known = op.rule, self.axes[op.id], self.frame.looked_for
+        # All layouts ask for them, of layers that are alike.
+        if (found := known.get((id(rule), axes))) is None:
             assert rule is not None, "only ops with a rule have axes"
             sizes = dict(self.frame.mesh)
-            specs = tuple(tensor_spec(rule, d, axes, sizes) for d in rule.results)
-            found = known[op.id, axes] = specs, reduced_axes(rule, axes)
+            made, read = (
+                tuple(tensor_spec(rule, dims, axes, sizes) for dims in tensors)
+                for tensors in (rule.results, rule.operands)
+            )
+            found = known[id(rule), axes] = made, read, reduced_axes(rule, axes)
         return found
 
     def output_specs(self) -> tuple[Spec, ...]:
@@ -268,16 +272,15 @@ class Layout:
         return wide, {p: pins.get(p, used if p in kept else wide) for p in group.args}
 
     def _lay_out_group(self, group: StorageGroup, mode: Storage) -> None:
-        sharding = self.frame.states[group.index]
         wide, stored = self.stored_specs(group, mode)
         for position, spec in stored.items():
             self.value_spec[self.frame.program.args[position]] = spec
         if mode not in (Storage.USED, Storage.OPTIMIZER):
             # Casts and slices a sharded parameter before it is gathered, not after.
-            for op_id, axes in sharding.group_axes(wide, reads=True).items():
+            for op_id, axes in group_axes(self.frame, group.index, wide, True).items():
                 if op_id in self.axes:
                     self.axes[op_id] = axes
-        self.axes.update(sharding.group_axes(wide, reads=False))
+        self.axes.update(group_axes(self.frame, group.index, wide, False))
 
     def read_spec(self, value: int) -> Spec | None:
         """Returns the spec in which the first reader of a value, in order, reads it.
@@ -359,7 +362,7 @@ class Layout:
                     self.value_spec[result] = self._branch_spec(op, result)
         for op_id in sorted(self.axes):
             op = program.ops[op_id]
-            specs, partial = self._result_specs(op)
+            specs, _, partial = self._op_specs(op)
             for result, natural in zip(op.results, specs, strict=True):
                 if partial:
                     natural = self._scattered(result, natural, partial)
@@ -467,64 +470,46 @@ def _is_constrained_behind(layout: Layout, value: int, ops: Set[int] | None) -> 
 # ---------------------------------------------------------------------- storage groups
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class GroupSharding:
-    """Follows the sharding of a group's arguments through the ops of the group."""
+@searched_once
+def group_axes(
+    frame: Frame, group: int, spec: Spec, reads: bool
+) -> dict[int, FactorAxes]:
+    """The axes that split the factors of the update ops of a storage group.
 
-    program: Program
-    group: StorageGroup
-    mesh: Mesh
-    canonical: Mapping[int, int]
-    classes: dict[tuple[bool, int], DimClasses] = field(
-        default_factory=dict, init=False
-    )
-    known: dict[tuple[bool, Spec], dict[int, FactorAxes]] = field(
-        default_factory=dict, init=False
-    )
+    Args:
+        spec: how the group's arguments are stored.
+        reads: of the ops that bring the parameter to the blocks instead.
+    """
+    of, program, known = frame.groups[group], frame.program, frame.looked_for
+    ops = of.reads if reads else (*of.ops, *of.inner_ops)
+    values = [program.args[p] for p in (of.args[:1] if reads else of.args)]
+    if not reads:  # An argument and its new value are stored alike.
+        values += [program.outputs[o] for o in of.outputs if o is not None]
+    form = form_of(program, frame.canonical, ops, values), spec
+    if form not in known:
+        known[form] = _axes_of(frame, ops, values, spec)
+    return dict(zip(ops, known[form], strict=True))
 
-    def group_axes(self, spec: Spec, reads: bool) -> dict[int, FactorAxes]:
-        """The axes that split the factors of the update ops.
 
-        Args:
-            spec: how the group's arguments are stored.
-            reads: of the ops that bring the parameter to the blocks instead.
-        """
-        if (reads, spec) not in self.known:
-            self.known[reads, spec] = self._follow(reads, spec)
-        return self.known[reads, spec]
-
-    def _follow(self, reads: bool, spec: Spec) -> dict[int, FactorAxes]:
-        group, program = self.group, self.program
-        ops = group.reads if reads else (*group.ops, *group.inner_ops)
-        values = [program.args[p] for p in (group.args[:1] if reads else group.args)]
-        if not reads:  # An argument and its new value are stored alike.
-            values += [program.outputs[o] for o in group.outputs if o is not None]
-        marks: list[tuple[DimClasses, set[Hashable]]] = []
-        for name, size in self.mesh:
-            classes = self._classes_for(reads, ops, size)
-            mine = {
-                classes.of_dim(value, dim)
-                for value in values
-                for dim, names in enumerate(spec)
-                if name in names
-            }
-            marks.append((classes, mine))
-        found = {}
-        for op_id in ops:
-            rule = program.ops[op_id].known_rule
-            splits = (
-                [f for f in range(len(rule.sizes)) if of.of_factor(op_id, f) in mine]
-                for of, mine in marks
-            )
-            found[op_id] = split_axes(rule, self.mesh, splits)
-        return found
-
-    def _classes_for(self, reads: bool, ops: Iterable[int], size: int) -> DimClasses:
-        if (reads, size) not in self.classes:
-            self.classes[reads, size] = DimClasses(
-                self.program, ops, (), self.canonical, size
-            )
-        return self.classes[reads, size]
+def _axes_of(
+    frame: Frame, ops: Sequence[int], values: Sequence[int], spec: Spec
+) -> list[FactorAxes]:
+    marks: list[tuple[DimClasses, set[Hashable]]] = []
+    for name, size in frame.mesh:
+        classes = DimClasses(frame.program, ops, (), frame.canonical, size)
+        dims = [dim for dim, names in enumerate(spec) if name in names]
+        mine = {classes.of_dim(value, dim) for value in values for dim in dims}
+        marks.append((classes, mine))
+    found = []
+    for op in ops:
+        rule = frame.program.ops[op].known_rule
+        factors = range(len(rule.sizes))
+        splits = (
+            [f for f in factors if classes.of_factor(op, f) in mine]
+            for classes, mine in marks
+        )
+        found.append(split_axes(rule, frame.mesh, splits))
+    return found
 
 
 def program_flops(program: Program) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from cfp.analysis.blocks import Block
 from cfp.analysis.layout import Frame
-from cfp.program.graph import Program
+from cfp.program.graph import Program, searched_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Segment:
         return range(self.start, self.end)
 
 
+@searched_once
 def find_segments(frame: Frame) -> tuple[Segment, ...]:
     """Cuts the blocks of a program into segments."""
     units = _units(frame)

@@ -21,7 +21,7 @@ from itertools import pairwise, product
 from math import prod
 
 from cfp.analysis.blocks import Block
-from cfp.analysis.contractions import DimClasses, major_factors
+from cfp.analysis.contractions import DimClasses, form_of, major_factors
 from cfp.program.graph import Op, Program, Spec
 from cfp.program.rules import Dims, Rule
 
@@ -144,7 +144,12 @@ class BlockSharding:
     """Shardings of one block's ops, strategy by strategy."""
 
     def __init__(
-        self, program: Program, block: Block, mesh: Mesh, canonical: Mapping[int, int]
+        self,
+        program: Program,
+        block: Block,
+        mesh: Mesh,
+        canonical: Mapping[int, int],
+        alike: dict[Hashable, BlockSharding],
     ) -> None:
         self.program = program
         self.block = block
@@ -155,18 +160,25 @@ class BlockSharding:
         self._classes_of = cache(self._make_classes)
         self._is_behind = cache(self._find_behind)
         self._factors = cache(self._factors_split)
-        self._combine = cache(self._combined)
+        self._axes = cache(self._axes_in_order)
+        places = {op: place for place, op in enumerate(block.ops)}
+        members = ((places[m.op], m.factors, m.cotangent) for m in block.members)
+        form = form_of(program, canonical, block.ops), *members
+        self._first = alike.setdefault(form, self)  # It answers for all of this form.
 
     def factor_axes(self, strategy: Strategy) -> dict[int, FactorAxes]:
         """For each op of the block that has a rule, the axes that split its factors."""
+        return dict(zip(self._ops, self._first._axes(strategy), strict=True))
+
+    def _axes_in_order(self, strategy: Strategy) -> list[FactorAxes]:
         splits = [
             self._factors(i, choice, self._ways_before(strategy, i))
             for i, choice in enumerate(strategy)
         ]
-        return {
-            op: self._combine(op, tuple(factors))
+        return [
+            split_axes(self.program.ops[op].known_rule, self.mesh, factors)
             for op, *factors in zip(self._ops, *splits, strict=True)
-        }
+        ]
 
     def _make_classes(self, size: int, before: int) -> DimClasses:
         block = self.block
@@ -220,10 +232,6 @@ class BlockSharding:
         return tuple(
             f for f in range(len(rule.sizes)) if classes.of_factor(op, f) in marked
         )
-
-    def _combined(self, op: int, factors: tuple[tuple[int, ...], ...]) -> FactorAxes:
-        """The axes of an op's factors, where each axis is to split some."""
-        return split_axes(self.program.ops[op].known_rule, self.mesh, factors)
 
     def _mark(self, classes: DimClasses, choice: AxisChoice) -> set[Hashable]:
         """The classes that an axis shards in ops other than contractions."""

@@ -48,25 +48,15 @@ PRESETS = {
 }
 
 # What others call them.
-ALIASES = {
-    "ddp": "data_parallel",
-    "dp": "data_parallel",
-    "data": "data_parallel",
-    "replicated": "data_parallel",
-    "zero_1": "zero1",
-    "zero2": "zero1",
-    "zero_2": "zero1",
-    "fsdp": "fully_sharded",
-    "fsdp2": "fully_sharded",
-    "zero3": "fully_sharded",
-    "zero_3": "fully_sharded",
-    "tp": "tensor_parallel",
-    "megatron": "tensor_parallel",
-    "model_parallel": "tensor_parallel",
-    "sp": "tensor_sequence_parallel",
-    "sequence_parallel": "tensor_sequence_parallel",
-    "ep": "expert_parallel",
+_ALIASES = {
+    DATA_PARALLEL: ("ddp", "dp", "data", "replicated"),
+    ZERO1: ("zero_1", "zero2", "zero_2"),
+    "fully_sharded": ("fsdp", "fsdp2", "zero3", "zero_3"),
+    "tensor_parallel": ("tp", "megatron", "model_parallel"),
+    "tensor_sequence_parallel": ("sp", "sequence_parallel"),
+    "expert_parallel": ("ep",),
 }
+ALIASES = {alias: name for name, known in _ALIASES.items() for alias in known}
 
 
 def presets(frame: Frame) -> dict[str, Choice]:
@@ -78,22 +68,20 @@ def presets(frame: Frame) -> dict[str, Choice]:
     """
     if not frame.mesh:
         return {REPLICATED: preset(frame, (), Storage.USED)}
-    found: dict[str, Choice] = {}
+    found: dict[Choice, str] = {}
     for name, (role, storage) in PRESETS.items():
-        roles = (role,) * len(frame.mesh)
-        choice = preset(frame, roles, storage)
+        choice = preset(frame, (role,) * len(frame.mesh), storage)
         if name == DATA_PARALLEL and _is_replicated(frame, choice):
             name = REPLICATED
-        _add(found, name, choice)
-    if len(frame.mesh) > 1:
-        for roles in product(ROLES, repeat=len(frame.mesh)):
-            if len(set(roles)) == 1:
-                continue
-            for storage, suffix in ((Storage.USED, ""), (Storage.SHARDED, "+sharded")):
-                pairs = zip(frame.mesh, roles, strict=True)
-                name = ",".join(f"{axis}={role}" for (axis, _), role in pairs)
-                _add(found, name + suffix, preset(frame, roles, storage))
-    return found
+        found.setdefault(choice, name)
+    for roles in product(ROLES, repeat=len(frame.mesh)):
+        if len(set(roles)) == 1:
+            continue
+        for storage, suffix in ((Storage.USED, ""), (Storage.SHARDED, "+sharded")):
+            pairs = zip(frame.mesh, roles, strict=True)
+            name = ",".join(f"{axis}={role}" for (axis, _), role in pairs)
+            found.setdefault(preset(frame, roles, storage), name + suffix)
+    return {name: choice for choice, name in found.items()}
 
 
 def plainest(named: Mapping[str, Choice]) -> Choice:
@@ -108,11 +96,6 @@ def _is_replicated(frame: Frame, choice: Choice) -> bool:
         return False
     layout = lay_out(frame, choice)
     return not any(any(layout.arg_spec(i)) for i in range(len(frame.program.args)))
-
-
-def _add(found: dict[str, Choice], name: str, choice: Choice) -> None:
-    if choice not in found.values():
-        found[name] = choice
 
 
 def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
@@ -168,7 +151,7 @@ def activations(frame: Frame) -> Mapping[int, Spec]:
     A residual stream, forward and backward: what several blocks read.
     """
     program = frame.program
-    layout = lay_out(frame, data_parallel(frame))
+    layout = data_layout(frame)
     shared = {}
     for value in program.values:
         readers = {frame.block_of[op] for op, _ in program.users[value.id]} - {NONE}
@@ -185,6 +168,12 @@ def data_parallel(frame: Frame) -> Choice:
 
 
 @searched_once
+def data_layout(frame: Frame) -> Layout:
+    """The layout of `data_parallel`."""
+    return lay_out(frame, data_parallel(frame))
+
+
+@searched_once
 def propagated(frame: Frame) -> Mapping[str, Choice]:
     """Finds propagation's choices for sharded matrices, by name.
 
@@ -193,7 +182,7 @@ def propagated(frame: Frame) -> Mapping[str, Choice]:
     if not frame.groups:
         return {}
     program = frame.program
-    layout = lay_out(frame, data_parallel(frame))
+    layout = data_layout(frame)
     arguments = [layout.arg_spec(position) for position in range(len(program.args))]
     for group in frame.groups:
         used = arguments[group.args[0]]

@@ -36,7 +36,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from cfp.analysis.contractions import DimClasses, is_contraction
@@ -254,33 +253,27 @@ def axis_walk(
         raise ValueError(f"unknown role {role!r}; the roles are {', '.join(ROLES)}")
     if role == "expert" and not _has_experts(frame):
         return axis_walk(frame, "data", axis_size, dim)
-    weight, computed = made_of_parameters(frame), _computed(frame)
-    return _walked(_Common(frame, role, axis_size, weight, computed), dim)
-
-
-def _walked(common: _Common, dim: int) -> list[AxisChoice]:
-    if common.role in ("tensor", "sequence"):
+    if role in ("tensor", "sequence"):
         whole: frozenset[int] = frozenset()
         while True:
-            walk = _Walk(common, {}, whole)
+            walk = _Walk(frame, role, axis_size, {}, whole)
             if walk.unfit <= whole:
                 return walk.choices
             whole |= walk.unfit
-    frame, program = common.frame, common.frame.program
-    ranks = data_arguments(frame)
+    program, ranks = frame.program, data_arguments(frame)
     shapes = {p: program.shape(program.args[p]) for p in ranks}
     first = {p: min(dim, len(shapes[p]) - 1) for p in ranks}
     # Drawn rows that are not as many as the batch's are others, and come second.
     sizes = {shapes[p][d] for p, d in first.items() if ranks[p] == 0}
     drawn = {
         v: {d: int(bool(sizes) and program.shape(v)[d] not in sizes)}
-        for v, d in _drawn_rows(common, dim).items()
+        for v, d in _drawn_rows(frame, dim).items()
     }
     best: list[AxisChoice] = []
     most_flops = -1
     while True:
         batch = {program.args[p]: {first[p]: rank} for p, rank in ranks.items()}
-        walk = _settled(common, _together(batch, drawn))
+        walk = _settled(frame, role, axis_size, _together(batch, drawn))
         # A loop that takes rows of the batch may be all of the step, or little of it.
         if (flops := walk.shared_flops()) > most_flops:
             best, most_flops = walk.choices, flops
@@ -294,14 +287,15 @@ def _walked(common: _Common, dim: int) -> list[AxisChoice]:
         first |= taken
 
 
-def _drawn_rows(common: _Common, dim: int) -> dict[int, int]:
+@searched_once
+def _drawn_rows(frame: Frame, dim: int) -> dict[int, int]:
     """Finds dims of values that the step draws to multiply with weights, or as rows.
 
     Examples are a generator's noise, and places of a replay buffer: made of random
     keys, with or without numbers and weights, and without data.
     """
-    program, weight = common.frame.program, common.weight
-    anchors = {block.anchor for block in common.frame.blocks}
+    program, weight = frame.program, made_of_parameters(frame)
+    anchors = {block.anchor for block in frame.blocks}
     leaves = program.leaf_ops
     drawn = [False] * len(program.values)
     for value in program.args:
@@ -327,11 +321,11 @@ def _drawn_rows(common: _Common, dim: int) -> dict[int, int]:
     return found
 
 
-def _settled(common: _Common, marks: Mapping[int, Ranks]) -> _Walk:
+def _settled(frame: Frame, role: str, size: int, marks: Mapping[int, Ranks]) -> _Walk:
     """The walk that knows what an iteration hands to the next, and what joins later."""
     known: Mapping[int, Ranks] = {}
     while True:
-        walk = _Walk(common, _together(marks, known))
+        walk = _Walk(frame, role, size, _together(marks, known))
         found = _together(known, walk.entering(), walk.joining())
         # Marks are only added, and ranks only fall: there is an end.
         if found == known:
@@ -358,23 +352,6 @@ def _together(*many: Mapping[int, Ranks]) -> dict[int, Ranks]:
     return dict(found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Common:
-    """State shared by the walks of one axis in one role.
-
-    Attributes:
-        size: of the axis.
-        weight: for each value whether it is made of parameters alone.
-        computed: values that blocks' anchors make, and what follows from them.
-    """
-
-    frame: Frame
-    role: str
-    size: int
-    weight: list[bool]
-    computed: set[int]
-
-
 @searched_once
 def _computed(frame: Frame) -> set[int]:
     """Values that blocks' anchors make, and what follows from them."""
@@ -393,6 +370,8 @@ class _Walk:
     """One axis's way through a program, with the dims that it has sharded so far.
 
     Attributes:
+        weight: for each value whether it is made of parameters alone.
+        computed: values that blocks' anchors make, and what follows from them.
         choices: the axis's role in each block.
         marked: for each value its dims that carry the axis.
         taken: sizes of marked dims that loops slice without a further marked dim.
@@ -404,7 +383,9 @@ class _Walk:
 
     def __init__(
         self,
-        common: _Common,
+        frame: Frame,
+        role: str,
+        size: int,
         marks: Mapping[int, Ranks],
         whole: frozenset[int] = frozenset(),
     ) -> None:
@@ -413,9 +394,9 @@ class _Walk:
         Args:
             whole: anchors with weights whose columns stay whole.
         """
-        self.common, self.frame = common, common.frame
-        self.program, self.role = common.frame.program, common.role
-        self.follows_batch = common.role in ("data", "expert")
+        self.frame, self.program, self.role = frame, frame.program, role
+        self.weight, self.computed = made_of_parameters(frame), _computed(frame)
+        self.size, self.follows_batch = size, role in ("data", "expert")
         self.marked: dict[int, Ranks] = {**marks}
         self.taken: set[int] = set()
         self.whole, self.unfit, self.by_minor = whole, set[int](), set[int]()
@@ -473,7 +454,7 @@ class _Walk:
     def joining(self) -> dict[int, Ranks]:
         """Lists values computed without the batch that ops combine with its rows."""
         program = self.program
-        computed = self.common.computed
+        computed = self.computed
         found: dict[int, Ranks] = {}
         for op in reversed(program.ops):
             results = [found.get(r) or self._marks(r) for r in op.results]
@@ -592,12 +573,12 @@ class _Walk:
 
     def _choose(self, op: Op) -> AxisChoice:
         rule = op.known_rule
-        return _first(rule, self._wish(op, rule), self.common.size)
+        return _first(rule, self._wish(op, rule), self.size)
 
     def _wish(self, op: Op, rule: Rule) -> list[AxisChoice]:
         """Lists the strategies that the role prefers for this block, best first."""
         kept = in_result(rule)
-        weights = [i for i, v in enumerate(op.operands) if self.common.weight[v]]
+        weights = [i for i, v in enumerate(op.operands) if self.weight[v]]
         own = own_factors(rule)
         if self.role == "expert" and weights and (shared := shared_factors(rule)):
             return [AxisChoice(f) for f in shared]
@@ -634,7 +615,7 @@ class _Walk:
             return []
         wishes = [AxisChoice(f) for f in columns]
         major = wishes[0] if len(wishes) > 1 else AxisChoice()
-        if _first(rule, wishes, self.common.size) not in (major, AxisChoice()):
+        if _first(rule, wishes, self.size) not in (major, AxisChoice()):
             self.by_minor.add(op.id)
         return wishes
 
@@ -647,9 +628,9 @@ class _Walk:
         Args:
             kept: factors of the result.
         """
-        if any(self.common.weight[v] for v in op.operands) or not is_contraction(op):
+        if any(self.weight[v] for v in op.operands) or not is_contraction(op):
             return NONE
-        size = self.common.size
+        size = self.size
         arriving = [self._arriving(op, rule, i) for i in range(len(rule.operands))]
 
         def is_split(factor: int) -> bool:
@@ -695,7 +676,7 @@ class _Walk:
             if made.id in self.anchors:
                 found.add(made.id)
             else:
-                rest += [v for v in made.operands if v in self.common.computed]
+                rest += [v for v in made.operands if v in self.computed]
         return found
 
     def _is_whole(self, value: int) -> bool:
@@ -703,7 +684,7 @@ class _Walk:
 
         To gather rows of the batch from it, gradients of all of it would be reduced.
         """
-        is_made = value in self.common.computed and not self.common.weight[value]
+        is_made = value in self.computed and not self.weight[value]
         return is_made and not self._marks(value)
 
     def _reduced(self, rule: Rule, factor: int, kept: list[int]) -> list[AxisChoice]:

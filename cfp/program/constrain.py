@@ -10,13 +10,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from typing import Any
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cfp.program import shardy
-from cfp.program.graph import Op, Program, Spec
+from cfp.program.graph import Op, Program, Spec, searched_once
 from cfp.program.memory import auto_mesh
 from cfp.program.partitioned import bind
 from cfp.program.rematerialize import Rematerialization, rematerialize, repeatable
@@ -253,6 +254,7 @@ def _rematerialization_misfit(program: Program, one: Rematerialization) -> str |
 
 _NUMBER = "cfp.number"
 _SHARDING = "sdy.sharding"
+_ONE = ("all",)  # The one axis in place of all.
 
 
 def propagate(
@@ -275,6 +277,31 @@ def propagate(
     Returns:
         Shardings of all values that propagation or a constraint shards, by id.
     """
+    axes = tuple(name for name, _ in mesh)
+    given = *arguments, *outputs, *values.values()
+    is_joint = {dim for spec in given for dim in spec or ()} <= {(), axes}
+    if is_joint and not any(op.shardings for op in program.ops):
+        # Axes that shard together are one axis, on any mesh of as many devices, if
+        # propagation does not split it.
+        one = (_ONE[0], prod(size for _, size in mesh))
+        joint = tuple(s and tuple(_ONE if dim else () for dim in s) for s in given)
+        found, is_split = _propagated(program, (one,), joint, tuple(values))
+        if not is_split or len(axes) == 1:
+            return {v: tuple(axes if d else () for d in s) for v, s in found.items()}
+    return dict(_propagated(program, tuple(mesh), given, tuple(values))[0])
+
+
+@searched_once
+def _propagated(
+    program: Program,
+    mesh: tuple[tuple[str, int], ...],
+    given: tuple[Any, ...],
+    constrained: tuple[int, ...],
+) -> tuple[Mapping[int, Spec], bool]:
+    """Runs `propagate`, with what is given in a row; true if it splits an axis."""
+    of_results = len(program.args) + len(program.outputs)
+    known = dict(zip(program.args, given, strict=False))
+    values = dict(zip(constrained, given[of_results:], strict=True))
     where = AbstractMesh(tuple(s for _, s in mesh), tuple(name for name, _ in mesh))
     module = shardy.parsed(program.text)
     with module.context, ir.Location.unknown():
@@ -283,22 +310,21 @@ def propagate(
         for index, op in enumerate(inserter.ops):
             op.attributes[_NUMBER] = ir.IntegerAttr.get(number, index)
         inserter.insert(Constraints(values, {}))
-
-        def marked(specs: Sequence[Spec | None]) -> ir.ArrayAttr:
-            every = ({_SHARDING: inserter.attribute(s)} if s else {} for s in specs)
-            return ir.ArrayAttr.get([ir.DictAttr.get(one) for one in every])
-
-        function = shardy.main_function(module)
-        function.attributes["arg_attrs"] = marked(arguments)
-        function.attributes["res_attrs"] = marked(outputs)
+        marks = ({_SHARDING: inserter.attribute(s)} if s else {} for s in given)
+        marked = [ir.DictAttr.get(one) for one in marks]
+        of_main = shardy.main_function(module).attributes
+        of_main["arg_attrs"] = ir.ArrayAttr.get(marked[: len(program.args)])
+        of_main["res_attrs"] = ir.ArrayAttr.get(marked[len(program.args) : of_results])
         shardy.run_passes(module, shardy.PROPAGATION)
-        found = dict(zip(program.args, arguments, strict=True))
         specs_of = cache(shardy.specs_of)  # Few differ.
+        texts = cache(str)
+        is_split = False
         for op in shardy.walk(shardy.main_function(module)):
             if _NUMBER in op.attributes and _SHARDING in op.attributes:
                 index = ir.IntegerAttr(op.attributes[_NUMBER]).value
-                shardings = specs_of(op.attributes[_SHARDING])
+                sharding = op.attributes[_SHARDING]
+                is_split = is_split or ":(" in texts(sharding)
                 # A call of the host without results has a sharding all the same.
                 results = program.ops[index].results
-                found.update(zip(results, shardings, strict=False))
-        return {**found, **values}
+                known.update(zip(results, specs_of(sharding), strict=False))
+        return {**known, **values}, is_split

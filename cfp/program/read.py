@@ -55,12 +55,13 @@ def _is_counter_type(kind: ir.Type) -> bool:
     )
 
 
-def _content(text: bytes, context: ir.Context) -> str:
+def _content(module: ir.Module) -> str:
     """A digest of a module, blind to names, locations and shardings."""
     digest = hashlib.sha256()
-    module = shardy.without_locations(text, context)
-    for function in shardy.functions(module.operation):
-        shardy.drop_signature(function)
+    copy = shardy.copied(module, shardy.WITHOUT_LOCATIONS)
+    for function in shardy.functions(copy.operation):
+        for name in {"arg_attrs", "res_attrs"} & {*function.attributes}:
+            del function.attributes[name]
         digest.update(shardy.bytecode(function))
     return digest.hexdigest()
 
@@ -141,29 +142,21 @@ def read_program(
 ) -> Program:
     """Reads a module after :func:`cfp.program.shardy.normalise`.
 
-    Rules are added for reading and removed again, except rules that came with ops.
-
     Args:
         alias: for each argument the output that may reuse its memory.
     """
-    functions = {shardy.symbol_name(f): f for f in shardy.functions(module.operation)}
-    text = shardy.bytecode(module.operation)
-    own = {op for op in shardy.every_op(module) if shardy.RULE in op.attributes}
-    shardy.add_rules(module)
+    copy = shardy.copied(module, shardy.WITH_RULES)
+    functions = {shardy.symbol_name(f): f for f in shardy.functions(copy.operation)}
     meshes = [o.operation for o in module.body if o.operation.name == "sdy.mesh"]
     axes = {name: n for one in meshes for name, n in shardy.mesh_axes(one).items()}
     program = _Reader(functions, axes).program(functions["main"])
-    # From regions that are sharded by hand, too: XLA refuses rules that stay there.
-    for op in shardy.every_op(module):
-        if op not in own and shardy.RULE in op.attributes:
-            del op.attributes[shardy.RULE]
     return replace(
         program,
         arg_names=tuple(arg_names),
         output_names=tuple(output_names),
         alias=tuple(alias),
-        text=text,
-        content=_content(text, module.context),
+        text=shardy.bytecode(module.operation),
+        content=_content(module),
         name=shardy.symbol_name(module.operation),
         rewritten=rewritten or Rewritten(),
     )

@@ -20,11 +20,17 @@ from cfp.program.corrections import relayout
 from cfp.program.graph import Spec
 
 _INLINE = "builtin.module(inline,symbol-dce,sdy-import-func-calls,symbol-dce)"
-_STRIP = "builtin.module(strip-debuginfo)"
-_RULES = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
-PROPAGATION = "builtin.module(sdy-propagation-pipeline)"
+WITHOUT_LOCATIONS = "builtin.module(strip-debuginfo)"
+WITH_RULES = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
+# What sdy-propagation-pipeline begins with; the rest is for the compiler.
+PROPAGATION = (
+    "builtin.module(sdy-lift-inlined-meshes,sdy-constant-or-scalar-splitter,"
+    "sdy-manual-axes-cleanup,sdy-add-data-flow-edges,sdy-apply-sharding-constraints,"
+    "sdy-sharding-group-import,sdy-user-priority-propagate,"
+    "func.func(sdy-sink-data-flow-edges))"
+)
 RULE = "sdy.sharding_rule"
-PIPELINES = (_INLINE, _STRIP, _RULES, PROPAGATION)
+PIPELINES = (_INLINE, WITHOUT_LOCATIONS, WITH_RULES, PROPAGATION)
 
 # Regions of these ops are programs of their own; regions of all other ops (reduce,
 # scatter, sort, ...) hold scalar code that belongs to the op.
@@ -176,13 +182,6 @@ def copy_symbols(target: ir.Module, source: ir.Module) -> None:
                 opview.operation.clone()
 
 
-def drop_signature(function: ir.Operation) -> None:
-    """Takes away what a function says of its arguments and results beside types."""
-    for name in ("arg_attrs", "res_attrs"):
-        if name in function.attributes:
-            del function.attributes[name]
-
-
 def program_ops(function: ir.Operation) -> list[ir.Operation]:
     """The ops that a :class:`~cfp.program.graph.Program` counts, in its order."""
     found: list[ir.Operation] = []
@@ -212,12 +211,12 @@ def run_passes(module: ir.Module, pipeline: str) -> None:
     passes.run(module.operation)
 
 
-def without_locations(text: bytes, context: ir.Context) -> ir.Module:
-    """A module from its text, but for what says where it comes from."""
-    with context, ir.Location.unknown():
-        module = ir.Module.parse(text)
-        run_passes(module, _STRIP)
-    return module
+def copied(module: ir.Module, pipeline: str) -> ir.Module:
+    """A copy of a module that a pipeline has run over."""
+    with module.context, ir.Location.unknown():
+        copy: Any = module.operation.clone()
+        run_passes(copy, pipeline)
+    return copy
 
 
 def stablehlo(lowered: jax.stages.Lowered) -> ir.Module:
@@ -279,8 +278,9 @@ def normalise(module: ir.Module) -> int:
             elif op.name == "sdy.sharding_constraint":
                 erased += 1
                 forward(op, [op.operands[0]])
-            elif op.name == "stablehlo.convert" and _keeps_type(op):
-                forward(op, [op.operands[0]])
+            elif op.name == "stablehlo.convert":
+                if op.operands[0].type == op.results[0].type:
+                    forward(op, [op.operands[0]])
             elif op.name not in REGION_OPS:
                 _sink_constants(op)
                 relayout(op)
@@ -291,10 +291,6 @@ def normalise(module: ir.Module) -> int:
             _separate_constants(each)
         _tidy_moves(function)
     return erased
-
-
-def _keeps_type(op: ir.Operation) -> bool:
-    return op.operands[0].type == op.results[0].type
 
 
 def _tidy_moves(function: ir.Operation) -> None:
@@ -422,12 +418,6 @@ def _prefix_scope(op: ir.Operation, scope: str) -> None:
         if scope and not name.startswith(scope.split("/", 1)[0]):
             joined = f"{scope}/{name}" if name else scope
             one.location = ir.Location.name(joined, one.location)
-
-
-def add_rules(module: ir.Module) -> None:
-    """Writes Shardy's sharding rule on every op that has one."""
-    with module.context, ir.Location.unknown():
-        run_passes(module, _RULES)
 
 
 def missing_pipelines() -> dict[str, str]:

@@ -205,8 +205,7 @@ class Lowering:
     @property
     def bare_text(self) -> bytes:
         """The module as bytecode, without what says where it comes from."""
-        text = shardy.bytecode(self.module.operation)
-        bare = shardy.without_locations(text, self.module.context)
+        bare = shardy.copied(self.module, shardy.WITHOUT_LOCATIONS)
         return shardy.bytecode(bare.operation)
 
     @property

@@ -150,7 +150,6 @@ class Layout:
         self.frame = frame
         self.axes: dict[int, FactorAxes] = {}
         self.value_spec: dict[int, Spec] = {}
-        self._arg_position = {v: i for i, v in enumerate(frame.program.args)}
         for index, strategy in strategies.items():
             self.axes.update(frame.shardings[index].factor_axes(strategy))
         for index, mode in storage.items():
@@ -168,7 +167,7 @@ class Layout:
         if (op := program.maker(value)) is None:
             shape = program.shape(value)
             found = self.read_spec(value) or ((),) * len(shape)
-            is_argument = value in self._arg_position
+            is_argument = program.values[value].origin < 0
             return even_spec(found, shape, self.frame.mesh) if is_argument else found
         return self.natural_spec(op, op.results.index(value))
 
@@ -405,6 +404,7 @@ def _gathers(op: Op) -> bool:
     return op.rule is not None and bool(op.rule.gathered)
 
 
+@searched_once
 def lay_out(frame: Frame, choice: Choice) -> Layout:
     """The layout of a whole program."""
     return Layout(

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence, Set
 from math import ceil
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Frame, Layout, SegmentKernels
+from cfp.analysis.layout import Frame, Layout, SegmentKernels, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.storage import spec_ways
 from cfp.analysis.strategies import Spec
 from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import Match, attentions, keeps_scores, way_of
 from cfp.cost.fusion import uses_through
-from cfp.presets.presets import data_layout
+from cfp.presets.presets import data_parallel
 from cfp.program.graph import Program, searched_once
 from cfp.program.rematerialize import CHEAP, makeable, rematerializable
 
@@ -199,7 +199,7 @@ def fixed_bytes(analysis: Analysis) -> tuple[int, int]:
     results that are copies do.
     """
     frame, state = analysis.frame, analysis.frame.group_of_arg
-    layout = data_layout(frame)
+    layout = lay_out(frame, data_parallel(frame))
     given = (p for p in range(len(frame.program.args)) if p not in state)
     renewed = results_beside(frame)
     sizes = [s for v, s in result_bytes(layout).items() if renewed[v] not in state]

@@ -59,6 +59,7 @@ _ALIASES = {
 ALIASES = {alias: name for name, known in _ALIASES.items() for alias in known}
 
 
+@searched_once
 def presets(frame: Frame) -> dict[str, Choice]:
     """Every preset that makes sense for a program on its mesh, by name.
 
@@ -91,8 +92,7 @@ def plainest(named: Mapping[str, Choice]) -> Choice:
 
 def _is_replicated(frame: Frame, choice: Choice) -> bool:
     """Returns True if a choice shards no block of a program, and no argument."""
-    plain = AxisChoice()
-    if any(one != plain for strategy in choice.blocks for one in strategy):
+    if any(one != AxisChoice() for strategy in choice.blocks for one in strategy):
         return False
     layout = lay_out(frame, choice)
     return not any(any(layout.arg_spec(i)) for i in range(len(frame.program.args)))
@@ -151,7 +151,7 @@ def activations(frame: Frame) -> Mapping[int, Spec]:
     A residual stream, forward and backward: what several blocks read.
     """
     program = frame.program
-    layout = data_layout(frame)
+    layout = lay_out(frame, data_parallel(frame))
     shared = {}
     for value in program.values:
         readers = {frame.block_of[op] for op, _ in program.users[value.id]} - {NONE}
@@ -168,12 +168,6 @@ def data_parallel(frame: Frame) -> Choice:
 
 
 @searched_once
-def data_layout(frame: Frame) -> Layout:
-    """The layout of `data_parallel`."""
-    return lay_out(frame, data_parallel(frame))
-
-
-@searched_once
 def propagated(frame: Frame) -> Mapping[str, Choice]:
     """Finds propagation's choices for sharded matrices, by name.
 
@@ -182,7 +176,7 @@ def propagated(frame: Frame) -> Mapping[str, Choice]:
     if not frame.groups:
         return {}
     program = frame.program
-    layout = data_layout(frame)
+    layout = lay_out(frame, data_parallel(frame))
     arguments = [layout.arg_spec(position) for position in range(len(program.args))]
     for group in frame.groups:
         used = arguments[group.args[0]]

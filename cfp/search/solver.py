@@ -246,7 +246,8 @@ MOST_STATES = 50_000
 _FIRST_SLACK = 2.5e-4
 _MORE_SLACK = 2.0
 # So few partial choices are compared each with each.
-_FEW_ROWS = 64
+_FEW_ROWS = 128
+_BEFORE = np.triu(np.ones((_FEW_ROWS, _FEW_ROWS), bool), 1)
 
 
 @searched_once
@@ -442,8 +443,9 @@ def _unbeaten(
 def _minimal(kept: np.ndarray, peak: np.ndarray) -> np.ndarray:
     """The rows that have less of one or the other than each row before them."""
     if len(kept) <= _FEW_ROWS:
-        beats = (kept[:, None] <= kept) & (peak[:, None] <= peak)
-        return np.flatnonzero(~np.triu(beats, 1).any(axis=0))
+        before = _BEFORE[: len(kept), : len(kept)]
+        beats = before & (kept[:, None] <= kept) & (peak[:, None] <= peak)
+        return np.flatnonzero(~beats.any(axis=0))
     half = len(kept) // 2
     first = _minimal(kept[:half], peak[:half])
     # For each of the second half the lowest peak of those that keep no more.

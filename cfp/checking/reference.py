@@ -110,18 +110,8 @@ def both_sides(
     step, mesh = plan.step, plan.mesh
     assert step is not None and mesh is not None
     device = mesh.local_devices[0]
-    lowered = load_or_lower(
-        step,
-        mesh,
-        plan.fingerprint,
-        plan.arg_specs,
-        plan.output_specs,
-        plan.constraints,
-        # A memory limit, too: in wider types more is rematerialized for it, not less.
-        plan.options,
-        wide=True,
-        unwidened=compiled,
-    )
+    # With the plan's memory limit, too: in wider types more is rematerialized for it.
+    lowered = plan.lower(wide=True, unwidened=compiled, environment=None)
     with CompilePool(default_threads(device.platform)) as pool:
         started = pool.start("the step under the plan, to be checked", lowered.compile)
         needs, limit = [], room_of(device)
@@ -136,11 +126,8 @@ def both_sides(
                 is_rounded = step.precision and not name
                 unrounded = compile_alone(plain, device) if is_rounded else None
                 return planned, Reference(found, name, unrounded)
-            size = f"about {format_bytes(need)}" if need else "more than there is"
-            where = {"": "on one device", AS_WRITTEN: "on each, as written"}
-            needs.append(
-                f"{size} {where.get(name, f'on each, where {name} shards it')}"
-            )
+            size = f"about {format_bytes(need)}" if need else "too much"
+            needs.append(f"{size} for {reference_text(name)}")
     raise no_room("; or ".join(needs), format_bytes(limit))
 
 

@@ -146,7 +146,7 @@ def verify(
             options=MeasureOptions(progress=progress),
             built=built,
         )
-        programs = [mine, *_others(mine, analysis, where)]
+        programs = [mine, *_others(mine, plan.level, analysis, where)]
         results = race_programs(builder, programs, _ROUNDS)
     best, own = min(results, key=lambda result: result.time_ms), results[0]
     if not best.ran:
@@ -193,21 +193,20 @@ def _counts(plan: Plan, here: Mapping[str, str]) -> dict[str, float]:
     return {name: 1.0 for name, holds in marks.items() if holds}
 
 
-def _others(mine: RaceProgram, analysis: Analysis, environment: Parts) -> list:
-    """The presets' programs, but for the plan's own under another name."""
+def _others(
+    mine: RaceProgram, level: ConstraintLevel, analysis: Analysis, environment: Parts
+) -> list[RaceProgram]:
+    """The presets' programs, without the plan's own under another name."""
 
     def content(program: RaceProgram) -> tuple:
         job = program.job
         return job.in_specs, job.out_specs, job.options, job.constraints
 
-    found = []
-    for name, choice in presets(analysis.frame).items():
-        one = Candidate(name, choice)
-        levels = [one, *(replace(one, level=level) for level in ConstraintLevel)]
-        program, *same = programs_of(analysis, levels, environment)
-        if content(mine) not in map(content, same):
-            found.append(program)
-    return found
+    every = [Candidate(*named) for named in presets(analysis.frame).items()]
+    alike = programs_of(analysis, [replace(c, level=level) for c in every], environment)
+    others = programs_of(analysis, every, environment)
+    pairs = zip(others, alike, strict=True)
+    return [one for one, same in pairs if content(same) != content(mine)]
 
 
 def _program(

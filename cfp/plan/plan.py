@@ -317,7 +317,7 @@ class Plan:
         compiled: dict[Any, CompiledStep] = {}
         is_bound = self.step is not None and self.step.fn is fn
         key = self.traced_under if is_bound else None
-        early = None if key is None else load_early(self._load_or_lower, key)
+        early = None if key is None else load_early(self.lower, key)
 
         def step(*args: Any, **kwargs: Any) -> Any:
             nonlocal early
@@ -326,7 +326,7 @@ class Plan:
                 if now == key and self._takes(args, kwargs):
                     loading, early = early, None
                     lowered = loading.result() if loading is not None else None
-                    compiled[now] = self._compiled(lowered or self._load_or_lower())
+                    compiled[now] = self._compiled(lowered or self.lower())
                 else:
                     compiled[now] = self.compile(fn, *args, **kwargs)
                     early = None
@@ -364,9 +364,15 @@ class Plan:
         Raises:
             PlanMismatch: the plan was loaded, and :meth:`bind` was not called.
         """
-        return self._compiled(self._load_or_lower(), progress)
+        return self._compiled(self.lower(), progress)
 
-    def _load_or_lower(self) -> LoweredStep:
+    def lower(self, **how: Any) -> LoweredStep:
+        """Lowers the bound step; `how` has more arguments of `load_or_lower`."""
+        usual = {
+            "raced": self.raced,
+            "planned": (self.outline, self.environment),
+            "environment": self.tuned or BuildEnvironment.beside(store_path(None)),
+        }
         return load_or_lower(
             self._bound(),
             self._on_mesh(),
@@ -375,9 +381,7 @@ class Plan:
             self.output_specs,
             self.constraints,
             self.options,
-            raced=self.raced,
-            planned=(self.outline, self.environment),
-            environment=self.tuned or BuildEnvironment.beside(store_path(None)),
+            **{**usual, **how},
         )
 
     def _compiled(

@@ -465,7 +465,7 @@ def test_a_check_that_has_no_room_says_what_it_needs(monkeypatch, tmp_path):
             with pytest.raises(CfpError, match=message):
                 trial_of(small_target(), "data_parallel", 2, tmp_path)
     has_no_room(monkeypatch, 2)
-    needs = "about .* on one device; or about .* on each, where fully_sharded"
+    needs = "about .* for one device; or about .* for the preset fully_sharded"
     with pytest.raises(CfpError, match=f"no room for the check(.|\n)*{needs}"):
         trial_of(small_target(), "data_parallel", 2, tmp_path)
 

@@ -69,16 +69,11 @@ def compiling_text(name: str, seconds: float | None) -> str:
 
 
 @contextmanager
-def told_while(
-    doing: str,
-    tell: Callable[[str], None] | None = None,
-    wait: Callable[[threading.Event, float], bool] = threading.Event.wait,
-) -> Iterator[None]:
+def told_while(doing: str, tell: Callable[[str], None] | None = None) -> Iterator[None]:
     """Shows a text, at once or, on standard error, if the work takes long.
 
     Args:
         tell: shows the text; None for lines on standard error.
-        wait: waits for an event for a number of seconds, and returns whether it came.
     """
     if tell is not None:
         tell(doing)
@@ -87,8 +82,8 @@ def told_while(
     over = threading.Event()
 
     def write() -> None:
-        seconds = _SILENT_SECONDS
-        while not wait(over, seconds if seconds == _SILENT_SECONDS else _EVERY_SECONDS):
+        seconds = pause = _SILENT_SECONDS
+        while not over.wait(pause):
             if is_follower() or sys.stderr is None:
                 return
             line = f"cfp: {doing}; {clock_text(seconds)} so far"
@@ -96,7 +91,8 @@ def told_while(
                 print(line, file=sys.stderr, flush=True)
             except (OSError, ValueError):
                 return  # It is not read any more.
-            seconds += _EVERY_SECONDS
+            pause = _EVERY_SECONDS
+            seconds += pause
 
     writer = threading.Thread(target=write, name="cfp-compiling", daemon=True)
     writer.start()

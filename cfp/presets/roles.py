@@ -326,7 +326,7 @@ def _settled(frame: Frame, role: str, size: int, marks: Mapping[int, Ranks]) -> 
     known: Mapping[int, Ranks] = {}
     while True:
         walk = _Walk(frame, role, size, _together(marks, known))
-        found = _together(known, walk.entering(), walk.joining())
+        found = _together(known, walk.carried(), walk.joining())
         # Marks are only added, and ranks only fall: there is an end.
         if found == known:
             return walk
@@ -397,7 +397,10 @@ class _Walk:
         self.frame, self.program, self.role = frame, frame.program, role
         self.weight, self.computed = made_of_parameters(frame), _computed(frame)
         self.size, self.follows_batch = size, role in ("data", "expert")
-        self.marked: dict[int, Ranks] = {**marks}
+        self.same = frame.canonical
+        self.marked: dict[int, Ranks] = {}
+        for value, ranks in marks.items():
+            self._note(value, ranks)
         self.taken: set[int] = set()
         self.whole, self.unfit, self.by_minor = whole, set[int](), set[int]()
         self.anchors = {b.anchor: b.index for b in self.frame.blocks}
@@ -416,40 +419,22 @@ class _Walk:
         program = self.program
         choices = [AxisChoice()] * len(self.frame.blocks)
         anchors = self.anchors
-        has_loops = any(op.entries for op in program.ops)
         for op in program.ops:
-            for v in (*op.entries, *op.operands) if has_loops else ():
-                for outside, inside in program.entered(v):
-                    if inside not in self.marked:
-                        self.marked[inside] = self._marks(outside)
             if op.id in anchors:
                 choice = self._choose(op)
                 choices[anchors[op.id]] = choice
                 self._mark_result(op, choice)
-            elif op.has_regions:
-                for result, value in zip(op.results, op.yields, strict=False):
-                    self.marked[result] = self._marks(value)
             elif op.rule is not None:
-                if any(map(self.marked.get, op.operands)):
+                if any(map(self._marks, op.operands)):
                     self._mark(op, op.rule, self._carried(op, op.rule))
-            elif self.follows_batch:
+            elif self.follows_batch and not op.has_regions:
                 self._mark_by_place(op)
         return choices
 
-    def entering(self) -> dict[int, Ranks]:
-        """Lists values that enter an iteration, from before the loop or the last."""
-        found = {}
-        for op in self.program.ops:
-            if op.kind == "while":
-                regions = len(op.entries) // max(len(op.yields), 1)
-                for e, v in zip(op.entries, op.yields * regions, strict=True):
-                    before, last = self._marks(e), self._marks(v)
-                    if before or last:
-                        found[e] = {
-                            d: min(m[d] for m in (before, last) if d in m)
-                            for d in {*before, *last}
-                        }
-        return found
+    def carried(self) -> dict[int, Ranks]:
+        """Lists the marks of values that loops carry, of this iteration or the last."""
+        carried = {*self.same.values()}
+        return {v: ranks for v, ranks in self.marked.items() if v in carried}
 
     def joining(self) -> dict[int, Ranks]:
         """Lists values computed without the batch that ops combine with its rows."""
@@ -457,15 +442,10 @@ class _Walk:
         computed = self.computed
         found: dict[int, Ranks] = {}
         for op in reversed(program.ops):
-            results = [found.get(r) or self._marks(r) for r in op.results]
-            if not any(results):
-                continue
-            if op.has_regions:
-                for index, value in enumerate(op.yields):
-                    marks = results[index % len(results)]
-                    if value in computed and marks and not self._marks(value):
-                        found[value] = marks
-            if op.rule is None or computed.isdisjoint(op.results):
+            same = (self.same.get(r, r) for r in op.results)
+            results = [found.get(r) or self._marks(r) for r in same]
+            is_computed = not computed.isdisjoint(op.results)
+            if op.rule is None or not any(results) or not is_computed:
                 continue
             rows = {
                 op.rule.major(dims[d])
@@ -476,13 +456,19 @@ class _Walk:
             for v, dims in zip(op.operands, op.rule.operands, strict=False):
                 majors = map(op.rule.major, dims)
                 marks = {d: 0 for d, factor in enumerate(majors) if factor in rows}
-                while marks and v >= 0 and not self._marks(v):
-                    found[v] = marks
-                    v = program.values[v].origin
+                if marks and not self._marks(v):
+                    found[self.same.get(v, v)] = marks
         return found
 
     def _marks(self, value: int) -> Ranks:
-        return self.marked.get(value, _NOTHING)
+        return self.marked.get(self.same.get(value, value), _NOTHING)
+
+    def _note(self, value: int, ranks: Ranks) -> None:
+        """Marks dims of a value; what a loop carries keeps marks of its iterations."""
+        one = self.same.get(value, value)
+        if self.follows_batch and value in self.same:
+            ranks = _together({one: self._marks(one)}, {one: ranks})[one]
+        self.marked[one] = ranks
 
     def _carried(self, op: Op, rule: Rule) -> Ranks:
         """The factors that an op's results can have of its marked operands."""
@@ -542,7 +528,7 @@ class _Walk:
             if not self.follows_batch:
                 found = {d: 0 for d in sorted(found)[:1]}
             if found:
-                self.marked[result] = found
+                self._note(result, found)
             elif carried and op.kind == "dynamic_slice" and op.parent >= 0:
                 marks = self._marks(op.operands[0])
                 shape = self.program.shape(op.operands[0])
@@ -556,8 +542,8 @@ class _Walk:
                 pairs = zip(values[v].shape, values[result].shape, strict=False)
                 same = {d for d, (a, b) in enumerate(pairs) if a == b > 1}
                 found = {d: rank for d, rank in self._marks(v).items() if d in same}
-                if found:
-                    self.marked.setdefault(result, found)
+                if found and not self._marks(result):
+                    self._note(result, found)
 
     def _mark_result(self, op: Op, choice: AxisChoice) -> None:
         rule = op.known_rule

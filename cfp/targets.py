@@ -207,9 +207,8 @@ def _function_target(
     text: str, words: Sequence[str], donate: tuple[int, ...], static: tuple[int, ...]
 ) -> Target:
     where, _, name = text.rpartition(":")
-    module = (
-        _load_file(where, name) if where.endswith(".py") else _load_module(where, text)
-    )
+    is_file = where.endswith(".py")
+    module = _load_file(where, name) if is_file else _load_module(where, text)
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -221,9 +220,7 @@ def _function_target(
     options = [_option(parameter) for parameter in parameters.values()]
     given = _parse_options(text, options, words)
     required = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty and name not in given
+        n for n, p in parameters.items() if p.default is p.empty and n not in given
     ]
     if required:
         raise CfpError(
@@ -231,12 +228,8 @@ def _function_target(
             f"wrap it:\n{_EXAMPLE}"
         )
     made = _guarded(lambda: found(**given), f"{text} raised")
-    if not (
-        isinstance(made, tuple)
-        and len(made) == 2
-        and callable(made[0])
-        and isinstance(made[1], list | tuple)
-    ):
+    is_pair = isinstance(made, tuple) and len(made) == 2 and callable(made[0])
+    if not (is_pair and isinstance(made[1], list | tuple)):
         raise CfpError(
             f"{text} returns {_type_text(made)}, not a step and a tuple of its "
             f"arguments. Write:\n{_EXAMPLE}"

@@ -20,15 +20,12 @@ from cfp.race.programs import RaceResult
 def flag_values(
     program: Program, carried: Collection[int]
 ) -> Iterator[tuple[str, Program]]:
-    """Yields a program with each value of the flags that choose its long branches.
+    """Yields a text such as ``refresh=False``, and the program with that value.
 
-    A flag is a scalar argument that is the predicate or index itself, or its negation.
+    A flag is a scalar argument that is a long branch's predicate or index itself.
 
     Args:
         carried: arguments that a result takes the place of: no value of theirs stays.
-
-    Yields:
-        The flag and its value, such as ``refresh=False``, and the program.
     """
     given = [*program.given, *[b""] * (len(program.args) - len(program.given))]
     ways: dict[int, int] = {}
@@ -40,10 +37,8 @@ def flag_values(
         place, dtype = program.args.index(v), numpy_dtype(program.values[v].dtype)
         for value in np.arange(count).astype(dtype):
             other = [*given[:place], value.tobytes(), *given[place + 1 :]]
-            yield (
-                f"{program.arg_names[place]}={value}",
-                replace(program, given=tuple(other)),
-            )
+            text = f"{program.arg_names[place]}={value}"
+            yield text, replace(program, given=tuple(other))
 
 
 def time_flags(builder: Builder, best: RaceResult) -> tuple[tuple[str, float], ...]:

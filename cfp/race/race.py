@@ -4,10 +4,13 @@ Candidates come from the passes before: presets from the profile pass
 (:mod:`cfp.passes.profile`), the best choices by each prediction from the search
 (:mod:`cfp.passes.search`). The order of the race:
 
-candidates named, at constraint levels :mod:`cfp.race.candidates` remembered compiled
-before and known to fit :mod:`cfp.race.remembered` admission compiled until enough fit
-:mod:`cfp.race.admission` turns timed in turn :mod:`cfp.race.turns` again the leader
-with other compiler options, and near candidates ties the simplest of the fastest wins
+candidates  named, at constraint levels             :mod:`cfp.race.candidates`
+remembered  compiled before and known to fit        :mod:`cfp.race.remembered`
+admission   compiled until enough fit               :mod:`cfp.race.admission`
+turns       timed in turn                           :mod:`cfp.race.turns`
+again       the leader with other compiler options, and near candidates
+ties        the simplest of the fastest wins
+flags       the winner's branches, each timed       :mod:`cfp.race.flags`
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def complete_plan(
         outcome.raced,
         dimensions=rules.dimensions,
     )
-    late = profiles is not None and UNMEASURED_STRATEGIES in profiles.counts
+    late = profiles is None or UNMEASURED_STRATEGIES in profiles.counts
     if late and made.figures is not None:
         # Unmeasured strategies may be those without a kind of choice.
         known = (one for one in made.figures.worth if one.without_ms is not None)

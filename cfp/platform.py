@@ -152,11 +152,10 @@ def make_asked_mesh(axes: Axes | None) -> Mesh:
     return mesh
 
 
-def make_mesh(axes: Axes | None, *, device_kind: str = "", remedy: str = "") -> Mesh:
+def make_mesh(axes: Axes | None, *, remedy: str = "") -> Mesh:
     """A mesh of the first devices; over all of them, with one axis x, if axes is None.
 
     Args:
-        device_kind: JAX's name of the devices that should be here, for messages.
         remedy: a sentence on what to do where devices are missing, if not the usual.
 
     Raises:
@@ -168,8 +167,7 @@ def make_mesh(axes: Axes | None, *, device_kind: str = "", remedy: str = "") -> 
         # JAX asserts that some platform works, where the one named has no plugin.
         reason = (str(error).strip().splitlines() or ["no plugin for the platform"])[0]
         raise CfpError(
-            f"JAX finds no device{f' of {device_kind}' * bool(device_kind)}: "
-            f"{reason}. {remedy or _NO_DEVICE}"
+            f"JAX finds no device: {reason}. {remedy or _NO_DEVICE}"
         ) from error
     if axes is None:
         axes = parse_mesh(len(devices), None)
@@ -179,10 +177,9 @@ def make_mesh(axes: Axes | None, *, device_kind: str = "", remedy: str = "") -> 
     if len(devices) < wanted:
         fewer = f"--devices {len(devices)}, or " if len(devices) > 1 else ""
         remedy = remedy or f"Give {fewer}--platform cpu for virtual devices."
-        of_kind = f" of {device_kind}" if device_kind else ""
         raise CfpError(
-            f"There are too few devices: the mesh {mesh_text(axes)} needs {wanted}"
-            f"{of_kind}, and here are {len(devices)} of platform {kind}"
+            f"There are too few devices: the mesh {mesh_text(axes)} needs {wanted}, "
+            f"and here are {len(devices)} of platform {kind}"
             f"{_by_process(devices)}. {remedy}"
         )
     names = tuple(name for name, _ in axes)

@@ -396,7 +396,7 @@ class Layout:
                 if want[: len(have)] != have:
                     return natural
                 extra.update(want[len(have) :])
-            return wanted if extra and extra <= set(partial) else natural
+            return wanted if extra else natural
         return natural
 
 

@@ -51,12 +51,6 @@ from cfp.view.words import (
 
 _ROUNDS = 2
 
-ELSEWHERE = (
-    "Run cfp verify on a machine with the plan's devices; or time it here with "
-    "--other-devices (on virtual ones with --platform cpu), unless the step draws "
-    "random numbers, which JAX lowers in another way for each platform."
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
@@ -87,21 +81,6 @@ class Verified:
     def holds(self) -> bool:
         """True if nothing that was timed is faster than the plan."""
         return self.best.winner == self.plan.winner
-
-
-def check_devices(plan: Plan, mesh: Mesh) -> None:
-    """Checks that devices are of the kind that a plan is for.
-
-    Raises:
-        CfpError: they are others.
-    """
-    kinds = sorted({device.device_kind for device in mesh.devices.flat})
-    wanted = plan.environment.get("device_kind", "")
-    if wanted and kinds != [wanted]:
-        raise CfpError(
-            f"These are other devices than the plan is for: {mesh.size} of "
-            f"{', '.join(kinds)}, not of {wanted}. {ELSEWHERE}"
-        )
 
 
 def verify(

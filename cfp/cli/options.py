@@ -286,6 +286,7 @@ OPTIONS: Mapping[str, Option] = {
         "--json",
         under=OUTPUT,
     ),
+    "other_devices": Option(bool, "Try the plan on devices of another kind, too."),
     "quiet": Option(bool, "Show no progress.", "--quiet", "-q", under=OUTPUT),
 }
 PLANS_PLATFORM = Option(str, f"{_VIRTUAL}the plan's, if not given.", metavar="NAME")

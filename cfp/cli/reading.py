@@ -85,7 +85,7 @@ def show(ctx: typer.Context, given: Any) -> Answer:
 
 
 @o.command(
-    *("path", "target", "output", "static"),
+    *("path", "target", "output", "static", "other_devices"),
     output=o.Option(
         Path,
         "The file to write: jax.export.deserialize reads it.",
@@ -103,8 +103,9 @@ def export(ctx: typer.Context, given: Any) -> None:
     """
     check_writable(given.output)
     plan = Plan.load(given.path)
-    found, mesh = target_of(ctx, plan, "Run this command on the plan's devices.")
-    bound = plan.bind(found.step, *found.args, mesh=mesh)
+    found, mesh = target_of(ctx, plan)
+    plan = plan.on(mesh, other_devices=given.other_devices)
+    bound = plan.bind(found.step, *found.args)
     bound.export(given.output)
     print(f"Saved {given.output}\n\n{running_text(bound, given.output)}", end="")
 

@@ -9,22 +9,17 @@ from math import isfinite
 from typing import Any
 
 import typer
-from jax.sharding import Mesh
 
 from cfp import api
 from cfp.checking.reference import AS_WRITTEN, reference_text
 from cfp.checking.trial import Trial, run_trial
-from cfp.checking.verify import (
-    ELSEWHERE,
-    check_devices,
-    verified_data,
-    verified_text,
-)
+from cfp.checking.verify import verified_data, verified_text
 from cfp.checking.verify import verify as verify_plan
 from cfp.cli import options as o
 from cfp.cli.options import Answer, save
 from cfp.cli.session import analyse, check_writable, target_of
 from cfp.errors import CfpError
+from cfp.plan.placing import other_devices
 from cfp.plan.plan import Plan
 from cfp.units import parse_bytes
 from cfp.view.console import Rows, print_view, row_of, wrapped
@@ -44,7 +39,7 @@ _DRAWN = (
     *("target", "plan", "preset", "choose", "steps", "check", "tolerance", "seed"),
     *("devices", "mesh", "platform", "memory_budget", "workdir", "as_json", "donate"),
     *("static", "attention", "precision", "per_kind", "quick", "no_race", "measure"),
-    "quiet",
+    *("other_devices", "quiet"),
     plan=o.OPTIONS["saved"],
     platform=o.PLANS_PLATFORM,
     steps=o.Option(int, "Number of steps to run.", default=10, min=1),
@@ -80,7 +75,7 @@ def run(ctx: typer.Context, given: Any) -> Answer:
     with Display(given.quiet) as display:
         found, devices_mesh = target_of(ctx, saved)
         if saved is not None:
-            used = saved.on(devices_mesh)
+            used = saved.on(devices_mesh, other_devices=given.other_devices)
         else:
             used = api.plan(
                 found.step,
@@ -102,7 +97,9 @@ def run(ctx: typer.Context, given: Any) -> Answer:
             seed=given.seed,
             progress=display.tell,
         )
-    elsewhere = _elsewhere_text(saved or used, devices_mesh)
+    where = used.mesh_axes, used.environment, [*devices_mesh.devices.flat]
+    if elsewhere := other_devices(*where):
+        elsewhere += ": results are the step's; times say nothing of the former."
 
     def show() -> None:
         _print_trial(trial)
@@ -112,18 +109,6 @@ def run(ctx: typer.Context, given: Any) -> Answer:
             print(text)
 
     return Answer(partial(trial_data, trial, used), show, bool(trial.failures))
-
-
-def _elsewhere_text(plan: Plan, mesh: Mesh) -> str:
-    """Says that a plan ran on other devices than it is for; "" if it did not."""
-    wanted = plan.environment.get("device_kind", "")
-    kind, count = mesh.devices.flat[0].device_kind, mesh.size
-    if wanted in ("", kind):
-        return ""
-    return (
-        f"The plan is for {count} of {wanted}, and ran on {count} of {kind}: its "
-        "results are the step's, and times say nothing of those devices."
-    )
 
 
 def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
@@ -272,7 +257,6 @@ def _rounding_text(trial: Trial) -> str:
     *("as_json", "donate", "static", "quiet"),
     platform=o.PLANS_PLATFORM,
     seconds=o.Option(float, "About how long it may take.", default=60.0, min=1),
-    other_devices=o.Option(bool, "Time it on devices of another kind all the same."),
 )
 def verify(ctx: typer.Context, given: Any) -> Answer:
     """Time a plan on its devices, with the presets.
@@ -285,9 +269,8 @@ def verify(ctx: typer.Context, given: Any) -> Answer:
     check_writable(given.output)
     plan = Plan.load(given.path)
     with Display(given.quiet) as display:
-        found, mesh = target_of(ctx, plan, ELSEWHERE)
-        if not given.other_devices:
-            check_devices(plan, mesh)
+        found, mesh = target_of(ctx, plan)
+        plan = plan.on(mesh, other_devices=given.other_devices)
         session = analyse(found, mesh, plan=plan)
         verified = verify_plan(
             plan,

@@ -31,15 +31,7 @@ class Session(Analyzed):
     mesh: Mesh
 
 
-ELSEWHERE = (
-    "Run this command on a machine with the plan's devices, or give --platform cpu for "
-    "virtual ones."
-)
-
-
-def target_of(
-    ctx: typer.Context, plan: Plan | None = None, remedy: str = ELSEWHERE
-) -> tuple[Target, Mesh]:
+def target_of(ctx: typer.Context, plan: Plan | None = None) -> tuple[Target, Mesh]:
     """The target and the devices that a command was given; see `open_target`."""
     given = ctx.params
     return open_target(
@@ -50,7 +42,6 @@ def target_of(
         donate=given.get("donate") or (),
         static=given["static"] or (),
         plan=plan,
-        remedy=remedy,
     )
 
 
@@ -63,22 +54,22 @@ def open_target(
     donate: Sequence[int] = (),
     static: Sequence[int] = (),
     plan: Plan | None = None,
-    remedy: str = ELSEWHERE,
 ) -> tuple[Target, Mesh]:
     """Finds a target and its devices.
 
     Args:
         axes, platform_name: of the devices, if given.
         plan: default for mesh, platform and static arguments.
-        remedy: advice if the plan's devices are missing.
 
     Raises:
         CfpError: the target, platform or number of devices is unknown, or the target
             cannot be the plan's step.
     """
-    of_plan, kind = plan is not None and axes is None, ""
+    of_plan, remedy = plan is not None and axes is None, ""
     if plan is not None:
-        kind = "" if platform_name else plan.environment.get("device_kind", "")
+        kind = plan.environment.get("device_kind", "the planned kind")
+        remedy = f"Run this command on devices of {kind}; or try it here with "
+        remedy += "--other-devices, on virtual ones with --platform cpu, too."
         axes = axes or plan.mesh_axes
         on_cpu = plan.environment.get("platform") == "cpu"
         platform_name = platform_name or ("cpu" if on_cpu else None)
@@ -95,7 +86,7 @@ def open_target(
     target = resolve(text, options, donate=donate, static=static)
     if not of_plan:
         return target, platform.make_asked_mesh(axes)
-    return target, platform.make_mesh(axes, device_kind=kind, remedy=remedy)
+    return target, platform.make_mesh(axes, remedy=remedy)
 
 
 def analyse(

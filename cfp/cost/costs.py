@@ -41,7 +41,7 @@ from cfp.cost.memory import (
     value_bytes,
     values_eliminated_by_kernel,
 )
-from cfp.cost.terms import CAUSAL_SHARE, Made, Terms
+from cfp.cost.terms import CAUSAL_SHARE, Terms
 from cfp.profiling.rates import Rates
 from cfp.program.graph import Op, Program, dtype_bytes
 from cfp.settings import HOST_BYTES_PER_MS, LIMITED_MEMORY_AT_LEAST
@@ -160,7 +160,7 @@ class Costs:
         def size_of(v: int) -> int:
             if v < 0:
                 return self._working_bytes(spans[-v - 1], sites, size_of)
-            spec = layout.read_spec(v) or _updating_spec(layout, v)
+            spec = _wanted(layout, v)
             return round(shares.get(v, 1.0) * value_bytes(layout, v, spec))
 
         scores = {KERNELS[way.implementation].scores for _, way in sites}
@@ -244,9 +244,10 @@ class Costs:
         passing = self.analysis.passing
         ahead, back = passing.get((left, right), ()), passing.get((right, left), ())
 
-        def laid_out(index: int, of: Iterable[SegmentChoice]) -> list[Layout]:
-            """Makes one layout for all choices that shard the passing values alike."""
-            every, first = (self._laid_out(index, o.plain) for o in of), {}
+        def laid_out(index: int, of: Iterable[SegmentChoice]) -> list[_Side]:
+            """One layout for all choices that shard alike what passes."""
+            blocks, first = self.analysis.segments[index].blocks, {}
+            every = ((self._laid_out(index, o.plain), blocks) for o in of)
             return [first.setdefault(self._ends(o, (*ahead, *back)), o) for o in every]
 
         pass_ms = cache(
@@ -270,58 +271,62 @@ class Costs:
         places = [(one.first, one.last) for one in spans]
         return spans, steps_of(program, ops, residuals(frame, ops), places)
 
-    def _one_way_ms(
-        self, maker: Layout, reader: Layout, values: Sequence[int]
-    ) -> float:
+    def _one_way_ms(self, maker: _Side, reader: _Side, values: Sequence[int]) -> float:
         """Estimates the time for a segment to read another one's values."""
-        program = maker.frame.program
-        total = 0.0
+        program, terms, total = self.analysis.frame.program, self._terms, 0.0
         for v in values:
-            have, want = maker.spec(v), _wanted(reader, v)
-            if have is None or want is None:
+            (have, partial), wants = self._made(maker, v), self._reads(reader, v)
+            if have is None or not wants:
                 continue
-            value, turns = program.values[v], self._terms.turns(v)
-            group = self._terms.gradients.get(self._terms.same(v))
-            if group is not None and value.producer in maker.axes:
-                move = value.size_bytes, *self._made(maker, v), want
-                total += turns * self._terms.transition_ms(*move, group)
-                continue
-            if have == want:
-                continue
+            value, group = program.values[v], terms.gradients.get(terms.same(v))
             size = value.size_bytes
-            if value.producer < 0:
-                views = _views(maker, reader, v)
-                if not views and maker.read_spec(v) == want:
+            if value.producer < 0 and have != wants[0]:
+                views = _views(maker[0], reader[0], v)
+                if not views and maker[0].read_spec(v) == wants[0]:
                     continue  # It is gathered so for the segment that stores it, too.
                 read = (program.values[program.ops[op].results[0]] for op in views)
                 least = min(dtype_bytes(one.dtype) for one in (value, *read))
                 size = size * least / dtype_bytes(value.dtype)
-            total += turns * self._terms.transition_ms(size, have, (), want)
+            moves = [(have, partial, wants[0]), *((wants[0], (), w) for w in wants[1:])]
+            once = sum(terms.transition_ms(size, *move, group) for move in moves)
+            total += terms.turns(v) * once
         return total
 
-    def _ends(self, one: Layout, values: Sequence[int]) -> Hashable:
+    def _ends(self, side: _Side, values: Sequence[int]) -> Hashable:
         """Shardings of values in a segment: all that their resharding depends on."""
-        program = self.analysis.frame.program
-        own = (v for v in values if program.values[v].producer in one.axes)
-        specs = ((one.spec(v), one.read_spec(v), _wanted(one, v)) for v in values)
-        return tuple(specs), tuple(self._made(one, v) for v in own)
+        made = tuple(self._made(side, v) for v in values)
+        reads = tuple((side[0].read_spec(v), self._reads(side, v)) for v in values)
+        return made, reads
 
-    def _made(self, maker: Layout, v: int) -> Made:
-        """Returns how a segment hands on a gradient: where it is measured, summed."""
-        op = maker.frame.program.ops[maker.frame.program.values[v].producer]
-        if self._measured:
-            return maker.value_spec[v], ()
-        natural = maker.natural_spec(op, op.results.index(v))
-        assert natural is not None, "the segment lays out its ops"
-        return natural, maker.unreduced(op)
+    def _made(self, side: _Side, v: int) -> tuple[Spec | None, tuple[str, ...]]:
+        """Returns how a segment hands on a value: summed if it reads or measures it."""
+        layout, program = side[0], self.analysis.frame.program
+        op = program.maker(v)
+        if self._measured or op is None or op.id not in layout.axes:
+            return layout.spec(v), ()
+        if (partial := layout.unreduced(op)) and (reads := self._own_reads(side, v)):
+            return reads[0], ()
+        return layout.natural_spec(op, op.results.index(v)), partial
+
+    def _reads(self, side: _Side, v: int) -> tuple[Spec, ...]:
+        """Lists how a segment, or an update, reads a value; the first, if measured."""
+        is_all = not self._measured and self.analysis.frame.program.maker(v) is not None
+        if is_all and (own := self._own_reads(side, v)):
+            return own
+        return () if (first := _wanted(side[0], v)) is None else (first,)
+
+    def _own_reads(self, side: _Side, v: int) -> tuple[Spec, ...]:
+        """Lists those in which the blocks read it."""
+        (layout, blocks), frame = side, self.analysis.frame
+        uses = (
+            use for use in frame.program.users[v] if frame.block_of[use[0]] in blocks
+        )
+        specs = dict.fromkeys(layout.use_spec(*use) for use in uses)
+        return tuple(spec for spec in specs if spec is not None)
 
 
-def _updating_spec(layout: Layout, v: int) -> Spec | None:
-    """Returns the sharding under which an update of the state reads a value."""
-    frame = layout.frame
-    uses = (use for use in frame.program.users[v] if use[0] in frame.group_of)
-    use = next(uses, None)
-    return None if use is None else layout.use_spec(*use)
+# A layout, and the segment's blocks in it.
+_Side = tuple[Layout, range]
 
 
 def _wanted(reader: Layout, value: int) -> Spec | None:

@@ -207,7 +207,7 @@ def _find_kernels(program: Program) -> Mapping[int, Reads]:
         if kept.isdisjoint(op.results) and not any(map(users.__getitem__, op.results)):
             continue  # Nothing needs it: the compiler leaves it out.
         reads: Reads = {}
-        for w in op.operands:
+        for w in op.operands[op.kind == "dynamic_update_slice" :]:
             for source, size in _read(program, op, w, made_of).items():
                 reads[source] = max(size, reads.get(source, 0.0))
         if op.kind in _SHIFTS:
@@ -238,13 +238,23 @@ def _read(
     program: Program, op: Op, w: int, made_of: Mapping[int, Reads]
 ) -> Mapping[int, float]:
     """Bytes that an op reads for one operand, by the tensors in memory."""
-    if program.values[w].producer in program.leaf_ops:
+    if program.is_leaf(_handed_in(program, w)):
         return {}
     found = made_of.get(w, {w: float(program.values[w].size_bytes)})
     if op.kind in _IN_PART and op.operands[0] == w:
         share = _elements(program, op.results[0]) / max(1, _elements(program, w))
         return {v: size * min(1.0, share) for v, size in found.items()}
     return found
+
+
+def _handed_in(program: Program, v: int) -> int:
+    """Returns where a value came from that loops only hand through."""
+    while (origin := program.values[v].origin) >= 0 and any(
+        v in program.ops[op].entered(place - len(program.ops[op].operands))
+        for op, place in program.users[v]
+    ):
+        v = origin
+    return v
 
 
 def _is_shared(program: Program, v: int, reads: Reads) -> bool:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import permutations
+from itertools import combinations
 from math import prod
 
 from cfp.analysis.contractions import is_contraction
@@ -316,16 +316,21 @@ class Terms:
     def _one_gradient_ms(
         self, index: int, v: int, made: Made, wants: tuple[Spec, ...], mode: Storage
     ) -> float:
-        value, shape = self.frame.program.values[v], self.frame.groups[index].shape
+        program, shape = self.frame.program, self.frame.groups[index].shape
         _, wide = self.stored_specs(index, wants, mode)
-        targets, turns = [wide], self.turns(v)
-        if len(made[0]) != len(wide):
-            # A loop makes a stack's gradients one by one. Transposing one is free.
-            orders = permutations(range(len(wide)), len(value.shape))
-            alike = (o for o in orders if tuple(shape[d] for d in o) == value.shape)
-            targets = [tuple(wide[d] for d in o) for o in alike] or [made[0]]
+        targets, turns, value = [wide], self.turns(v), program.values[v]
+        readers = [program.ops[user] for user, _ in program.users[v]]
+        order: Sequence[int] = range(len(value.shape))
+        if [op.kind for op in readers] == ["transpose"]:
+            order = readers[0].integers("permutation")  # It moves nothing.
+        have, sizes = (tuple(of[d] for d in order) for of in (made[0], value.shape))
+        if len(have) != len(wide):
+            # A loop makes a stack's gradients one by one.
+            places = combinations(range(len(wide)), len(sizes))
+            alike = (at for at in places if tuple(shape[d] for d in at) == sizes)
+            targets = [tuple(wide[d] for d in at) for at in alike] or [have]
             turns = self._repeats.get(self.same(v), 1)
-        moves = ((value.size_bytes, *made, target, index) for target in targets)
+        moves = ((value.size_bytes, have, made[1], to, index) for to in targets)
         return turns * min(self.transition_ms(*move) for move in moves)
 
     def wanted(self, index: int, terms: BlockTerms) -> tuple[Spec, ...]:
@@ -395,6 +400,11 @@ def transition(
         steps.append(("reduce-scatter", tuple(scattered), local))
         local /= ways(scattered)
     if summed := tuple(name for name in partial if name not in scattered):
+        # Devices that are to have other pieces sum their own alone.
+        for names, target in zip(held, want, strict=True):
+            if names == list(target[: len(names)]):
+                local /= ways(target[len(names) :])
+                names += target[len(names) :]
         steps.append(("all-reduce", summed, local))
     gathered, moved, wanted = [], [], {name for names in want for name in names}
     for names, target in zip(held, want, strict=True):

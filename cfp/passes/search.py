@@ -48,7 +48,7 @@ from cfp.race.programs import (
 from cfp.race.remembered import compiled_before
 from cfp.race.shortage import over_budget
 from cfp.search.choices import estimate_kinds, picks_of, whole_choice
-from cfp.search.expected import build_problem, expect
+from cfp.search.expected import build_problem, estimate_options, expect
 from cfp.search.problem import Problem, scale_memory
 from cfp.search.requests import Profiles, measured_options
 from cfp.search.solver import best_solutions
@@ -247,7 +247,7 @@ def _fitting_as_compiled(
 
 
 def _predicted(
-    analysis: Analysis, problem: Problem, candidates: Sequence[Candidate]
+    analysis: Analysis, problem: Problem | None, candidates: Sequence[Candidate]
 ) -> list[Candidate]:
     """Candidates with their predicted times."""
     times = [prediction_of(analysis, problem, one.choice).time_ms for one in candidates]
@@ -328,7 +328,18 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
     candidates = [Candidate(name, best if runs or is_described else written)]
     if best != written and runs:
         candidates.append(Candidate(f"{name} (as written)", written))
-    return Solution(candidates, rates=rates)
+    problem = None
+    if is_described:
+        problem = estimate_options(
+            estimate_kinds(analysis, rates),
+            {name: best},
+            Costs(analysis, rates, measured=False),
+            per_kind=0,
+            budget_bytes=None,
+            replacing=context.rules.replacing,
+        ).problem
+    candidates = _predicted(analysis, problem, candidates)
+    return Solution(candidates, rates=rates, problem=problem, stage=Stage.SMALLEST)
 
 
 def _fastest(

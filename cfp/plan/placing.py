@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from cfp.analysis.strategies import Spec
+from cfp.devices.described import slice_of
 from cfp.errors import PlanMismatch, known_names
 from cfp.plan.parts import path_text, places_like, shape_of, type_text
 from cfp.program.calling import fixed, released
@@ -37,61 +38,66 @@ class Arguments:
         return in_memory([sharding], [self.memory[i]])[0]
 
 
-def devices_here(
-    axes: Sequence[tuple[str, int]], environment: Mapping[str, str]
-) -> list[Any]:
-    """Lists as many of the first devices as a plan is for.
+Axes = Sequence[tuple[str, int]]
+
+
+def other_devices(axes: Axes, environment: Mapping[str, str], devices: Any) -> str:
+    """Says how devices differ from those that a plan is for; "" if they do not.
 
     Args:
         environment: what it was made for.
-
-    Returns:
-        No devices where there are too few, or they are of another platform.
     """
-    count, devices = prod(size for _, size in axes), jax.devices()
-    found = devices[0].platform
-    is_right = environment.get("platform", found) == found and len(devices) >= count
-    return devices[:count] if is_right else []
+    count, kinds = prod(size for _, size in axes), {one.device_kind for one in devices}
+    here = {"slice": slice_of(devices), "device_kind": ", ".join(sorted(kinds))}
+    here["platform"] = devices[0].platform
+    alike = (environment.get(name, found) == found for name, found in here.items())
+    if all(alike) and len(devices) == count:
+        return ""
+    there = next((environment[name] for name in here if name in environment), "any")
+    text = f" ({environment['described']})" if "described" in environment else ""
+    found = here["slice"] or here["device_kind"]
+    return (
+        f"The plan is for {count} of {there}{text}, and these are {len(devices)} of "
+        f"{found}"
+    )
 
 
-def mesh_here(axes: Sequence[tuple[str, int]], environment: Mapping[str, str]) -> Mesh:
+def check_devices(axes: Axes, environment: Mapping[str, str], devices: Any) -> None:
+    """Checks that devices are those that a plan is for, in kind and number.
+
+    Raises:
+        PlanMismatch: they are others.
+    """
+    if differ := other_devices(axes, environment, devices):
+        remedy = "Use it on its devices (cfp show needs none)"
+        if {devices[0].platform, environment.get("platform", "cpu")} == {"cpu"}:
+            count = prod(size for _, size in axes)
+            virtual = f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+            remedy = f"Set {virtual} for as many virtual devices"
+        raise PlanMismatch(
+            f"{differ}. {remedy}, or plan these; to try it on these all the same: "
+            "plan.on(mesh, other_devices=True), in a command --other-devices."
+        )
+
+
+def mesh_here(axes: Axes, environment: Mapping[str, str]) -> Mesh:
     """A plan's mesh, of the first of the devices that are there.
 
     Args:
         environment: what it was made for.
 
     Raises:
-        PlanMismatch: there are too few devices, or they are of another platform.
+        PlanMismatch: there are too few devices, or they are of another kind.
     """
-    devices = devices_here(axes, environment)
-    if not devices:
-        there = jax.devices()
-        count = prod(size for _, size in axes)
-        platform = environment.get("platform", there[0].platform)
-        kind = environment.get("device_kind", platform)
-        wanted = f"{count} devices of platform {platform}"
-        raise PlanMismatch(
-            "The plan is for "
-            f"{wanted if kind == platform else f'{wanted}: {kind}'}, and here are "
-            f"{len(there)} devices of platform {there[0].platform}. "
-            f"{_other_devices(count, platform)}"
-        )
     names = tuple(name for name, _ in axes)
     shape = tuple(size for _, size in axes)
+    devices = jax.devices()[: prod(shape)]
+    check_devices(axes, environment, devices)
     explicit = environment.get("explicit_axes", "").split(",")
     kinds = tuple(
         AxisType.Explicit if name in explicit else AxisType.Auto for name in names
     )
     return jax.make_mesh(shape, names, kinds, devices=devices)
-
-
-def _other_devices(count: int, platform: str) -> str:
-    """Suggests how a plan gets its devices, or other ones."""
-    text = "use Plan.load(path, mesh=mesh) or plan.on(mesh); or plan again"
-    if platform != "cpu":
-        return f"Take a machine with them (cfp show plan.json needs none); {text}."
-    virtual = f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
-    return f"Set {virtual} for as many virtual devices; {text}."
 
 
 def made(

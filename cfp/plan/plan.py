@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 from pydantic import ConfigDict
 
-from cfp.devices.described import slice_of
 from cfp.errors import PlanMismatch
 from cfp.fields import Count, Name, Number, Rung, Time, Words
 from cfp.plan import file
@@ -30,7 +29,7 @@ from cfp.plan.parts import (
     static_arguments,
     type_text,
 )
-from cfp.plan.placing import Arguments, devices_here, made, mesh_here, placed
+from cfp.plan.placing import Arguments, check_devices, made, mesh_here, placed
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.store import store_path
@@ -213,13 +212,13 @@ class Plan:
         Args:
             fn: the planned step.
             args, kwargs: arrays or ``jax.ShapeDtypeStruct`` s of the planned types.
-            mesh: the devices; by default the plan's, or the first ones of its kind.
+            mesh: the devices; by default the plan's, or the first ones.
             quiet: without effect.
             static_argnums, static_argnames, donate_argnums, donate_argnames: as for
                 :func:`cfp.plan`; must agree with the plan.
 
         Raises:
-            PlanMismatch: the arguments differ from the plan's.
+            PlanMismatch: the arguments, or the devices, differ from the plan's.
         """
         check_binding(fn, kwargs)
         plan = self if mesh is None else self.on(mesh)
@@ -230,9 +229,8 @@ class Plan:
             "donate_argnames": donate_argnames,
         }
         step = plan._flat(fn, args, kwargs, calls)
-        start_devices(devices := plan._devices())
-        if plan.mesh is None and devices:
-            plan = replace(plan, mesh=plan._on_mesh())
+        plan = replace(plan, mesh=plan._on_mesh())
+        start_devices(plan._on_mesh().local_devices)
         step = typed_as_returned(step)
         out_tree, now = tree_structure(step.traced.out_info), trace_context_key()
         return replace(plan, step=step, out_tree=out_tree, traced_under=now)
@@ -291,12 +289,6 @@ class Plan:
         if self.mesh is None:
             return mesh_here(self.mesh_axes, self.environment)
         return self.mesh
-
-    def _devices(self) -> Sequence[Any]:
-        """Lists the devices of the step; empty if they are not here."""
-        if self.mesh is None:
-            return devices_here(self.mesh_axes, self.environment)
-        return self.mesh.local_devices
 
     # -- use -----------------------------------------------------------------
 
@@ -495,7 +487,7 @@ class Plan:
 
         Raises:
             PlanMismatch: the file is damaged, has other compiler options, or is for
-                another mesh.
+                another mesh or other devices; see :meth:`on`.
         """
         data = file.read_json(path)
         return cls.from_json(data, mesh=mesh, allowed_options=allowed_options)
@@ -512,11 +504,15 @@ class Plan:
         plan = file.read_plan(cls, data, _HERE, allowed_options)
         return plan.on(mesh) if mesh is not None else plan
 
-    def on(self, mesh: Mesh) -> Plan:
+    def on(self, mesh: Mesh, *, other_devices: bool = False) -> Plan:
         """Returns the plan on a mesh with its axes.
 
+        Args:
+            other_devices: try it on devices of another kind.
+
         Raises:
-            PlanMismatch: the mesh has other axes, or is another slice of TPUs.
+            PlanMismatch: the mesh has other axes, devices of another kind, or is
+                another slice of TPUs.
         """
         check_mesh(mesh)
         axes = tuple((name, size) for name, size in mesh.shape.items() if size > 1)
@@ -526,11 +522,8 @@ class Plan:
                 f"{_mesh_text(axes)}. Pass that mesh (a command: neither --devices "
                 "nor --mesh), or plan again."
             )
-        here = slice_of([*mesh.devices.flat])
-        if here and here != (wanted := self.environment.get("slice", here)):
-            raise PlanMismatch(
-                f"The plan is for a slice {wanted}, and this is {here}. Plan again."
-            )
+        if not other_devices:
+            check_devices(axes, self.environment, [*mesh.devices.flat])
         return replace(self, mesh=mesh, raced=None)
 
 

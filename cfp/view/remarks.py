@@ -225,6 +225,16 @@ def _crossing(plan: Plan) -> Values:
     return (across, *texts) if across else ()
 
 
+def _undivided(plan: Plan) -> Values:
+    """A described plan's devices and its batch, if they do not divide it."""
+    devices, batch = (
+        prod(n for _, n in plan.mesh_axes),
+        plan.search.get("batch_samples"),
+    )
+    is_left = "described" in plan.environment and batch and batch % devices
+    return (devices, round(batch or 0)) if is_left else ()
+
+
 _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (unplanned_text, "{}"),
     (
@@ -237,7 +247,8 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
         "{}: {} devices are no faster than one for this step{}: use one, or a larger "
         "batch",
     ),
-    (_crossing, "goes from host to host: {}, {}; {} stay within hosts"),
+    (_crossing, "goes from host to host: {}, {}; {} stay within hosts; one by one"),
+    (_undivided, "{} devices do not divide the batch of {}: not each has its own rows"),
     (lambda plan: "; ".join(plan.site_checks), "{}"),
     (
         _loops,

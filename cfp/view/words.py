@@ -198,8 +198,10 @@ def summary_line(plan: Plan) -> str:
             + (f", {failed:.0f} failed" if failed else "")
         )
     cached = ", from the cache" if search.get("race_cached") else ""
+    names = {"race_seconds": "compiling" if plan.rung == "estimated" else "race"}
     passes = [
-        f"{key.removesuffix(seconds)} {value:.1f} s{cached * (key == 'race_seconds')}"
+        f"{names.get(key, key.removesuffix(seconds))} {value:.1f} s"
+        + cached * (key == "race_seconds")
         for key, value in search.items()
         if key.endswith(seconds) and key not in (ALL_SECONDS, "compile_seconds")
     ]

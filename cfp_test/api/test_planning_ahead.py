@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.storage import Storage
-from cfp.checking.verify import check_devices, verified_data, verified_text, verify
+from cfp.checking.verify import verified_data, verified_text, verify
 from cfp.errors import CfpError, MemoryBudgetError, PlanMismatch
 from cfp.planner_settings import DetailedSettings
 from cfp.program.step import flatten_step
@@ -77,7 +77,7 @@ def test_it_is_saved_and_applied_on_devices_later(ahead, folder, mesh):
     params = {n: jnp.full(s, 0.01, jnp.float32) for n, s in SHAPES.items()}
     x = jnp.linspace(-1, 1, 64 * 256).reshape(64, 256)
     expected, value = step(params, x)
-    loaded = cfp.Plan.load(file, mesh=mesh)
+    loaded = cfp.Plan.load(file).on(mesh, other_devices=True)
     assert (loaded.rung, loaded.predicted_bytes) == ("estimated", ahead.predicted_bytes)
     got, found = loaded.apply(step)(params, x)
     assert float(found) == pytest.approx(float(value), rel=1e-4)
@@ -85,11 +85,35 @@ def test_it_is_saved_and_applied_on_devices_later(ahead, folder, mesh):
 
 
 def test_without_devices_it_cannot_run(ahead):
-    with pytest.raises(PlanMismatch, match="and here are") as refused:
+    with pytest.raises(PlanMismatch, match="and these are") as refused:
         ahead.compile_bound()
     said = " ".join(str(refused.value).split())
-    assert "4 devices of platform gpu: NVIDIA H200" in said
-    assert "cfp show plan.json needs none" in said and "XLA_FLAGS" not in said
+    assert "for 4 of NVIDIA H200 (4xh200)" in said
+    assert "cfp show needs none" in said and "XLA_FLAGS" not in said
+
+
+def test_a_preset_by_name_has_its_estimates_too(ahead, folder):
+    where = {"mesh": cfp.described("4xh200"), "cache_dir": folder}
+    made = cfp.plan(
+        step, *arguments(), preset="zero1", donate_argnums=0, quiet=True, **where
+    )
+    [row] = [row for row in ahead.race if row.name == "zero1"]
+    assert made.predicted_ms == pytest.approx(row.predicted_ms)
+    assert made.predicted_bytes == row.peak_bytes == made.race[0].peak_bytes
+    assert f"{row.predicted_ms:.3f} ms estimated" in repr(made)
+    assert "nothing fits" not in repr(made)
+
+
+def test_a_batch_that_the_devices_do_not_divide_is_said(ahead, folder):
+    where = {"mesh": cfp.described("4xh200"), "cache_dir": folder}
+    found = cfp.plan(step, *arguments(66), preset="data_parallel", **where)
+    assert "4 devices do not divide the batch of 66" in " ".join(repr(found).split())
+    assert "do not divide the batch" not in repr(ahead)
+
+
+def test_what_only_compiled_has_not_raced(ahead):
+    made = replace(ahead, search={"race_seconds": 5.0, "planning_seconds": 9.0})
+    assert "compiling 5.0 s; 9.0 s in all" in plan_text(made, width=200)
 
 
 def test_a_budget_holds_by_estimate(folder):
@@ -255,11 +279,19 @@ def test_what_is_written_is_measured_and_the_fastest(verified, folder, mesh):
     )
 
 
-def test_other_devices_than_planned_for_have_one_clear_message(ahead, mesh):
-    with pytest.raises(CfpError, match="other devices") as caught:
-        check_devices(ahead, mesh)
-    assert "4 of cpu, not of NVIDIA H200" in str(caught.value)
-    check_devices(replace(ahead, environment={}), mesh)
+def test_other_devices_than_planned_for_have_one_clear_message(ahead, folder, mesh):
+    ahead.save(folder / "plan.json")
+    with pytest.raises(PlanMismatch) as caught:
+        cfp.Plan.load(folder / "plan.json", mesh=mesh)
+    assert str(caught.value).startswith(
+        "The plan is for 4 of NVIDIA H200 (4xh200), and these are 4 of cpu. "
+    )
+    assert "plan.on(mesh, other_devices=True)" in str(caught.value)
+    replace(ahead, environment={}).on(mesh)
+    # A measured plan is held to its devices alike.
+    measured = replace(ahead, environment={"device_kind": "NVIDIA H200"})
+    with pytest.raises(PlanMismatch, match=r"for 4 of NVIDIA H200, and these are 4"):
+        measured.bind(step, *arguments(), mesh=mesh)
 
 
 def test_another_step_has_one_clear_message(verified, ahead, mesh):

@@ -97,18 +97,22 @@ def test_without_a_plans_devices_only_what_helps_there_is_suggested(tmp_path):
     verify = ["verify", "plan.json", TOY]
     lines = [verify, ["run", TOY, "--plan", "plan.json"]]
     verified, ran = run_batch(lines, tmp_path, JAX_PLATFORMS="cpu")
-    [there] = run_batch([[*lines[1], "--platform", "cpu", "--steps", "2"]], tmp_path)
+    with_it = [*lines[1], "--platform", "cpu", "--steps", "2"]
+    refused, there = (
+        run_batch([[*with_it, *more]], tmp_path)[0]
+        for more in ((), ("--other-devices",))
+    )
+    assert refused.code == 2
+    assert "for 4 of NVIDIA H200 (4xh200), and these are 4 of cpu" in refused.err
+    assert "in a command --other-devices" in refused.err
     assert there.code == 0, there.err
-    assert "is for 4 of NVIDIA H200, and ran on 4 of cpu" in there.out
+    assert "these are 4 of cpu: results are the step's; times say" in there.out
     assert "of its rate" not in there.out
-    assert "x=4 needs 4 of NVIDIA H200, and here are 1 of" in verified.err
-    assert "Run cfp verify on a machine with the plan's devices" in verified.err
-    # On virtual devices alone it would be refused for these.
+    for said in (verified.err, ran.err):
+        assert "x=4 needs 4, and here are 1 of platform cpu" in said
+        assert "Run this command on devices of NVIDIA H200; or try it here" in said
+        assert "--devices" not in said and said.count("--platform") == 1
     here = "--platform cpu --other-devices"
-    assert "with --other-devices (on virtual ones with --platform cpu)" in verified.err
-    assert "--devices" not in verified.err and verified.err.count("--platform") == 1
-    assert "Run this command on a machine with the plan's devices, or" in ran.err
-    assert "--devices" not in ran.err
     [here] = run_batch([[*verify, *here.split(), "-q"]], tmp_path, JAX_PLATFORMS="cpu")
     assert here.code == 0 and "times of these are not compared" in here.out, here.err
     assert here.out.startswith("The plan '") and "\n\nPlan '" in here.out

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import cfp
 from cfp import models
 from cfp.cost.choice import segment_candidate
 from cfp.cost.estimate import _pair_ms
@@ -85,6 +86,21 @@ def test_a_loop_costs_what_its_layers_cost(remat):
     ratios = [scanned[name] / unrolled[name] for name in unrolled]
     assert 0.8 < min(ratios) and max(ratios) < 1.6, ratios
     assert max(ratios) / min(ratios) < 1.3
+
+
+def test_a_scanned_step_is_estimated_like_its_layers_one_by_one(tmp_path):
+    """All of it, what its layers hand on to one another included."""
+    sizes = {"hidden": 1024, "heads": 16, "seq": 1024, "vocab": 4096, "batch": 64}
+    options = {**TINY["gpt"], **sizes, "layers": 4, "remat": True}
+    mesh, found = cfp.described("v5e:2x4"), []
+    for scan in (False, True):
+        step, args = models.build("gpt", **options, scan=scan)
+        plan = cfp.plan(step, *args, mesh=mesh, cache_dir=tmp_path, quiet=True)
+        found.append({row.name: row.predicted_ms for row in plan.race})
+    unrolled, scanned = found
+    assert scanned["tensor_parallel"] > 1.5 * scanned["data_parallel"]
+    for name in ("data_parallel", "zero1", "fully_sharded", "tensor_parallel"):
+        assert scanned[name] == pytest.approx(unrolled[name], rel=0.03), name
 
 
 def test_products_take_as_long_as_their_flops():

@@ -72,4 +72,5 @@ def test_gradients_cost_in_a_loop_what_they_cost_without(program, sizes):
     assert expected["data_parallel"] > 1.2 * expected["fully_sharded"] > 0.0
     assert {name: scanned[name] for name in stored} == pytest.approx(expected, rel=0.1)
     # Transposing a gradient that is sharded like its weight moves nothing.
-    assert scanned["tensor_parallel"] < 0.1 * scanned["data_parallel"]
+    for found in (unrolled, scanned):
+        assert found["tensor_parallel"] < 0.1 * found["data_parallel"]

@@ -138,3 +138,26 @@ def test_random_numbers_are_made_where_they_are_read(use):
 
     more = moved(use) - moved(lambda key, y: y)
     assert 0.0 < more <= 64 * SHIFT_BYTES * ELEMENTS
+
+
+def test_a_loop_writes_a_layer_of_what_it_keeps_and_reads_no_constants():
+    """The stack is updated in place, and a mask is made where it is read."""
+    layers, rows, width = 8, 256, 64
+
+    def step(weights, x):
+        seen = jnp.tril(jnp.ones((rows, rows), bool))
+
+        def layer(x, w):
+            scores = jnp.where(seen, x @ w @ x.T, 0.0)
+            return jnp.tanh(scores @ x), x
+
+        return jax.lax.scan(layer, x, weights)[1]
+
+    shapes = (layers, width, width), (rows, width)
+    program = _program(step, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+    moved, size = moved_bytes(program), 4 * rows * width
+    kept = [op for op in program.ops if op.kind == "dynamic_update_slice"]
+    assert [moved[op.id] for op in kept] == pytest.approx([2 * size], rel=1e-3)
+    # Scores are read once and written once; the mask is not read.
+    masked = [op for op in program.ops if op.kind == "select" and op.repeat > 1]
+    assert [moved[op.id] for op in masked] == pytest.approx([2 * 4 * rows**2], rel=1e-3)

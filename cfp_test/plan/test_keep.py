@@ -236,7 +236,7 @@ def test_bind_says_so_of_the_keyword_that_the_step_does_not_have(loaded):
 
 
 def test_a_bound_plan_has_the_mesh_that_it_runs_on(loaded):
-    """Devices that are not there it lacks, and is bound all the same."""
+    """Where its devices are not there, it is refused."""
     plan, args = loaded
     assert plan.mesh is None
     mesh = plan.bind(step_fn, *args).mesh
@@ -245,7 +245,8 @@ def test_a_bound_plan_has_the_mesh_that_it_runs_on(loaded):
     run(jnp.array(args[0]), args[1])
     assert run.plan.mesh == mesh
     elsewhere = replace(plan, environment={"platform": "cuda"})
-    assert elsewhere.bind(step_fn, *args).mesh is None
+    with pytest.raises(cfp.PlanMismatch, match="4 of cuda, and these are 4 of cpu"):
+        elsewhere.bind(step_fn, *args)
 
 
 def test_a_loaded_plan_takes_the_first_devices(loaded):

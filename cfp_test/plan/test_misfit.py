@@ -214,6 +214,6 @@ def test_a_described_plan_is_of_the_program_that_gpus_run(mesh, tmp_path, kind):
     assert ahead.fingerprint == found["cuda"]
     if found["cpu"] != found["cuda"]:
         with pytest.raises(cfp.PlanMismatch, match="platform: planned for gpu, here"):
-            ahead.on(mesh).compile(dropped, *args)
+            ahead.on(mesh, other_devices=True).compile(dropped, *args)
     else:
         assert kind == "rbg", "threefry is a loop on CPUs"

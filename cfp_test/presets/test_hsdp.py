@@ -7,6 +7,7 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice, Storage, lay_out
+from cfp.plan.describe import block_moves
 from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
@@ -33,7 +34,7 @@ def train_step(state, rows):
     return (optax.apply_updates(params, changes), moments), loss
 
 
-def arguments():
+def arguments(rows):
     def draw(*shape):
         count = jnp.arange(jnp.prod(jnp.array(shape)), dtype=jnp.float32)
         return jnp.sin(count).reshape(shape) / 8
@@ -41,16 +42,20 @@ def arguments():
     layers = {"up": draw(3, WIDTH, 4 * WIDTH), "down": draw(3, 4 * WIDTH, WIDTH)}
     matrices = {name: draw(WIDTH, WIDTH) for name in ("first", "last")}
     params = {**matrices, "layers": layers, "bias": draw(6 * WIDTH)[:WIDTH]}
-    return (params, optax.adam(1e-2).init(params)), draw(ROWS, WIDTH)
+    return (params, optax.adam(1e-2).init(params)), draw(rows, WIDTH)
+
+
+def case_of(rows):
+    """The step on two hosts of four devices."""
+    args = arguments(rows)
+    step, mesh = flatten_step(train_step, args), make_mesh(SIZES)
+    frame = analyze(trace(step, mesh)[0], SIZES, outer={"x"}).frame
+    return Case("perceptron", step, mesh, frame, tuple(step.flatten(args, {})), 1e-5)
 
 
 @pytest.fixture(scope="module")
 def case():
-    """The step on two hosts of four devices."""
-    args = arguments()
-    step, mesh = flatten_step(train_step, args), make_mesh(SIZES)
-    frame = analyze(trace(step, mesh)[0], SIZES, outer={"x"}).frame
-    return Case("perceptron", step, mesh, frame, tuple(step.flatten(args, {})), 1e-5)
+    return case_of(ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -62,24 +67,48 @@ def test_results_are_those_of_one_device(case, ran):
     assert differences(case, ran()) == {}
 
 
-def test_pieces_are_gathered_within_and_their_gradients_summed_across(case, ran):
-    """On CPUs a reduce-scatter is an all-reduce of which a part is taken."""
+def sent_by(ran):
+    """Bytes by kind of collective and size of its groups."""
     sent: dict[tuple[str, int], int] = {}
     for one in collectives_in(ran.compiled.as_text()):
         place = one.kind, one.group_size
         sent[place] = sent.get(place, 0) + one.bytes * one.count
+    return sent
+
+
+def weights_of(case):
     program = case.frame.program
-    weights = sum(
+    return sum(
         program.values[program.args[group.args[0]]].size_bytes
         for group in case.frame.groups
         if len(group.shape) > 1
     )
+
+
+def test_pieces_are_gathered_within_and_their_gradients_summed_across(case, ran):
+    """On CPUs a reduce-scatter is an all-reduce of which a part is taken."""
+    sent, weights = sent_by(ran), weights_of(case)
     # The bias's gradient is no product: its pieces are summed over all, as the loss is.
     assert sent.pop(("all-reduce", 8)) == 4 * (WIDTH + 1)
     assert sent.keys() == {("all-gather", 4), ("all-reduce", 4), ("all-reduce", 2)}
     assert weights <= sent["all-gather", 4] <= 2.1 * weights
     assert sent["all-reduce", 4] == pytest.approx(weights, rel=0.01)
     assert sent["all-reduce", 2] == pytest.approx(weights / 4, rel=0.01)
+
+
+def test_pieces_are_summed_across_where_rows_are_too_few_to_divide_within():
+    """Each device of a host has all of a gradient, and sums a piece of its own."""
+    case = case_of(SIZES[0][1])
+    choice = presets(case.frame)["hsdp"]
+    ran = compile_choice(case, choice)
+    assert differences(case, ran()) == {}
+    sent, weights = sent_by(ran), weights_of(case)
+    assert sent.keys() == {("all-gather", 4), ("all-reduce", 2)}
+    assert sent["all-reduce", 2] == pytest.approx(weights / 4, rel=0.01)
+    analysis = analyze(case.frame.program, SIZES, outer={"x"})
+    moves = block_moves(analysis, lay_out(analysis.frame, choice))
+    summed = [n * turns for _, kind, axes, n, turns in moves if kind == "all-reduce"]
+    assert sum(summed) == pytest.approx(weights / 4, rel=0.01)
 
 
 def test_parameters_and_moments_are_stored_alike_on_every_host(case):

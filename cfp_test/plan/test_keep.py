@@ -236,7 +236,7 @@ def test_bind_says_so_of_the_keyword_that_the_step_does_not_have(loaded):
 
 
 def test_a_bound_plan_has_the_mesh_that_it_runs_on(loaded):
-    """Where its devices are not there, it is refused."""
+    """Refuses to be bound where its devices are not there."""
     plan, args = loaded
     assert plan.mesh is None
     mesh = plan.bind(step_fn, *args).mesh

@@ -188,7 +188,7 @@ class Costs:
             if match.op == span.match and is_chunked:
                 needed = working_bytes(match.problem, way, sizes, span.is_backward)
                 if span.is_backward:
-                    [made] = (x.one.makes for x in match.passes if x.one.is_backward)
+                    [made] = (x.core.makes for x in match.passes if x.core.is_backward)
                     needed -= sum(size_of(t.value) for t in made.values())
                 return max(0, needed)
         return 0
@@ -451,8 +451,8 @@ class Span:
 def spans_of(program: Program, match: Match) -> list[Span]:
     """Finds the passes in which a program computes an attention."""
     spans = []
-    for one in (proved.one for proved in match.passes):
-        readers = [t.use[0] for t in one.reads.values() if t.use is not None]
+    for one in (proved.core for proved in match.passes):
+        readers = [t.use[0] for t in one.reads.values()]
         makers = [program.values[t.value].producer for t in one.makes.values()]
         first, last = min(readers + makers), max(makers)
         span = Span(match=match.op, first=first, last=last, is_backward=one.is_backward)

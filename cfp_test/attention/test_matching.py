@@ -94,6 +94,42 @@ def test_what_only_looks_like_it_is_left_alone(weigh):
     assert found.left_alone[0].source.partition(":")[0].endswith("test_matching.py")
 
 
+def test_features_in_two_dims_are_left_alone():
+    """Kernels have one dim of features, and another one must not be lost."""
+
+    def fn(q, k, v):
+        q, k = (x.reshape(4, 16, 4, 2, 4) for x in (q, k))
+        weights = jax.nn.softmax(jnp.einsum("bqhxd,bkhxd->bhqk", q, k))
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+    q = jnp.ones(SHAPE)
+    found = found_in(fn, q, q, q)
+    assert not found.found
+    assert [one.reason for one in found.left_alone] == [
+        "dims of a contraction or a mask are mixed up"
+    ]
+
+
+def test_scores_that_are_computed_again_are_another_attention():
+    """A scan's backward pass has a kernel, though it computes no output again."""
+
+    def loss(q, k, v):
+        def layer(x, _):
+            scores = masked(jnp.einsum("bqhd,bkhd->bhqk", x, k), CAUSAL)
+            return jnp.einsum("bhqk,bkhd->bqhd", scores, v), None
+
+        return (jax.lax.scan(jax.checkpoint(layer), q, None, 3)[0] ** 2).sum()
+
+    q = jnp.ones(SHAPE)
+    found = found_in(jax.grad(loss, argnums=(0, 1, 2)), q, q, q)
+    assert not found.left_alone
+    forward, backward = found.found.values()
+    assert [one.core.is_backward for one in forward.passes] == [False]
+    assert [one.core.is_backward for one in backward.passes] == [True]
+    assert forward.meaning.causal
+    assert backward.meaning.causal
+
+
 def test_weights_that_leave_are_left_alone():
     def fn(q, k, v):
         weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))

@@ -68,7 +68,7 @@ def tokens_spread(frame):
     queries = {}
     for op, match in attentions(program).found.items():
         rule = program.ops[op].rule
-        place = match.scores.letters.index(match.meaning.tokens)
+        place = match.letters.index(match.meaning.tokens)
         queries[op] = AxisChoice(rule.major(rule.results[0][place]))
     strategies = [
         (queries.get(block.anchor, one),)

@@ -1,28 +1,54 @@
-"""Steps of a pass, on arrays whose dims are named.
+"""Steps between contractions, on arrays whose dims are named: rule 3.
 
-A step does the same at every position, or sums over keys; so arrays have one dim for
-each letter, and transposing, reshaping or repeating them is no step at all. The steps
-run on a few positions, which stand for all.
+The search starts at the contractions that read scores or weights. It goes back to the
+contractions that make their operands, and to further inputs. By sharding rules each dim
+is the same on both sides of an op, so that only sums over keys combine positions.
+Arrays have one dim for each letter; transposing, reshaping or repeating them is no
+step. The steps run on a few positions, which stand for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
 
-from cfp.attention.matching.found import ORDER, Letters, Pass
-from cfp.attention.matching.region import FREE, LARGEST, VIEWS, Region, carried
+from cfp.analysis.contractions import UnionFind
+from cfp.attention.matching.functions import Letters
+from cfp.attention.matching.region import LARGEST, VIEWS, Region, contractions, where
 from cfp.attention.matching.values import FLOATS, Node
-from cfp.program.graph import Op, numpy_dtype
+from cfp.program.graph import Op, numpy_dtype, reached
 from cfp.program.replace import Different, Use
+from cfp.program.rules import Dims
 
+# What the dims of a tensor run over: "b0", "b1"... batch and heads, "q0", "q1"...
+# queries and groups of heads, "k" keys, "d" and "e" the features of keys and of values;
+# "n" draws of random numbers.
+ORDER = ("n", "b0", "b1", "b2", "b3", "q0", "q1", "q2", "q3", "k", "d", "e")
 KEYS = ORDER.index("k")
+# What a result's contraction reads, and the letter of what this has besides.
+_OTHER = {"out": "v", "dq": "k", "dk": "q", "dv": "dout"}
+_FREE = {"out": "e", "dv": "e", "dq": "d", "dk": "d"}
+_GRADIENTS = ("dq", "dk", "dv")
+_MERGED = "a reshape merges or splits dims of the scores"
+_MIXED = "dims of a contraction or a mask are mixed up"
 
 Key = tuple[int, Letters]  # a value's number, and what its dims run over
 Arg = Key | float | int  # an operand or side, a constant, a step
+_Places = tuple[int, ...]  # what dims run over, as long as it has no letters; or 0
+_Reader = tuple[Op, int, Node, _Places]  # an operand that is no step
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A value by the op that reads or makes it, and what its dims run over."""
+
+    value: int
+    use: Use
+    letters: Letters
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,140 +57,219 @@ class Step:
 
     Attributes:
         sums: whether it is the sum, or the largest, along keys.
-        is_pointwise: whether nothing is summed before it.
     """
 
     op: Op
     args: tuple[Arg, ...]
+    letters: Letters
     sums: bool
-    is_pointwise: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Side:
     """A mask, bias or factor that is read between contractions.
 
     Attributes:
         node: the value, before it is repeated or turned.
         letters: what its dims run over.
-        reads: (value, use, letters) in the body of the pass, the smallest last.
+        reads: in the bodies of all passes, of the smallest last.
     """
 
     node: Node
     letters: Letters
-    reads: list[tuple[int, Use, Letters]] = field(default_factory=list)
+    reads: list[Tensor]
 
 
-class Core:
-    """The steps from the operands of contractions to the outputs of a pass.
+class Steps:
+    """All steps of a region.
 
     Attributes:
-        steps: by number, each behind its operands.
-        roots: queries, keys, values, and the output's gradient.
-        scores: the step that makes the scores.
-        mixes: for each output its contraction's operands: a step, and an operand.
+        found: by number, each behind its operands.
     """
 
-    def __init__(self, region: Region, one: Pass) -> None:
-        """Collects the steps.
+    def __init__(self, region: Region) -> None:
+        """Follows what contractions read.
 
         Raises:
-            Different: scores of two iterations enter.
+            Different: an op is not of the list, or dims are not what they were.
         """
-        self.region, self.values, self.one = region, region.values, one
+        self.region, self.values = region, region.values
         self.program = region.program
-        self.steps: dict[int, Step] = {}
         self.sides: dict[Key, Side] = {}
-        self.mixes: dict[str, tuple[Arg, Key]] = {}
-        for name, made in one.makes.items():
-            assert made.use is not None, "a contraction makes it"
-            dot, index = self.program.ops[made.use[0]], made.use[1]
-            other = region.operand(dot, 1 - index, index, FREE[name])
-            self.parent = dot.parent
-            arg = self._collected(dot.operands[index])
-            self.mixes[name] = arg, self._root((other.value, ()), other.letters)
-        self.roots = {
-            name: self._root((read.value, ()), read.letters)
-            for name, read in one.reads.items()
-        }
-        scores = [n for n, one in self.steps.items() if one.op is region.scores]
-        if len(scores) != 1:
-            raise Different("scores of two iterations of a loop enter it")
-        [self.scores] = scores
+        self._args: dict[int, list[int | float | _Reader]] = {}
+        self._nodes: dict[int, Node] = {}
+        self._order: dict[int, Op] = {}
+        self._places: dict[int, _Places] = {}
+        self._same, self._count = UnionFind(), count(1)
+        self._summed: set[int] = set()
+        for user in region.sinks:
+            op = self.program.ops[user]
+            [made], [dims] = op.results, op.known_rule.results
+            self._follow((made, ()), self._of(op, made, dims, {}))
+        self._names = self._named()
+        sinks = [n for n, op in self._order.items() if op.id in region.sinks]
+        self._roles = {n: self._role(n) for n in sinks}
+        free = {self._order[n].id: _FREE[role] for n, role in self._roles.items()}
+        self._free = {region.scores.id: "d", **free}
+        self.found = {n: self._step(n, op) for n, op in self._order.items()}
+
+    # -- what dims run over ------------------------------------------------------------
+
+    def _of(self, op: Op, v: int, dims: Dims, known: dict[int, int]) -> _Places:
+        """Returns places of a tensor's dims, by an op's factors; more become known."""
+        found, sizes = list[int](), op.known_rule.sizes
+        for size, factors in zip(self.program.shape(v), dims, strict=True):
+            large = [f for f in factors if sizes[f] > 1 and size > 1]
+            if len(large) > 1:
+                raise Different(_MERGED)
+            found.append(known.setdefault(large[0], next(self._count)) if large else 0)
+        return tuple(found)
+
+    def _give(self, node: Node, places: _Places) -> int:
+        """Has the dims of a step run over the same, wherever it is read."""
+        self._nodes[number := self.values.number(node)] = node
+        known = self._places.setdefault(number, places)
+        for one, other in zip(known, places, strict=True):
+            self._same.union(one, other)
+        return number
+
+    def _letters(self, places: _Places, other: str = "?") -> Letters:
+        """Letters of dims; another one of those that scores do not have."""
+        same, names = self._same, self._names
+        found = [names.get(same.find(x), other) if x else "" for x in places]
+        if len({*found} - {""}) < sum(map(bool, found)):
+            raise Different(_MIXED)
+        return tuple(found)
+
+    def _named(self) -> dict[object, str]:
+        """Names what the dims of scores run over: sequences or heads, queries, keys."""
+        region, names = self.region, dict[object, str]()
+        made = [self._places[n] for n, op in self._order.items() if op is region.scores]
+        for places in zip(*made, strict=True):
+            for one in places:
+                self._same.union(one, places[0])
+        keys = {*map(self._same.find, self._summed)}
+        if not keys:
+            raise Different("nothing sums its exponentials")
+        if len(keys) > 1:
+            raise Different(
+                "it sums over more than keys, as the gradient of a bias does"
+            )
+        rule = region.scores.known_rule
+        of = [{rule.major(f) for f in dims} - {None} for dims in rule.operands[:2]]
+        sides: dict[str, set[int]] = {"b": set(), "q": set(), "k": set()}
+        for place, factors in zip(made[0], rule.results[0], strict=True):
+            if not place:
+                continue
+            root = self._same.find(place)
+            own = {side for side in (0, 1) if rule.major(factors) in of[side]}
+            kind = "k" if root in keys else "b" if len(own) > 1 else "q"
+            sides[kind] |= own
+            if root in names:
+                raise Different("its scores are combined with those of other positions")
+            same = sum(name[0] == kind for name in names.values())
+            names[root] = kind if kind == "k" else f"{kind}{same}"
+        if {len(sides["k"]), len(sides["q"])} != {1} or sides["k"] & sides["q"]:
+            raise Different("the softmax is not over keys alone")
+        return names
 
     # -- steps -------------------------------------------------------------------------
 
-    def _collected(self, v: int) -> Arg:
-        """Collects what a member is computed of, and returns it."""
-        stack = [start := self.values.source((v, ()))]
+    def _follow(self, start: Node, places: _Places) -> None:
+        stack = [self._give(start, places)]
         while stack:
-            node = stack[-1]
-            number = self.values.number(node)
-            if number in self.steps:
-                stack.pop()
-                continue
-            op = self.program.maker(node[0])
-            assert op is not None, "members are made by ops"
-            reads = [self.values.source((x, node[1])) for x in op.operands]
-            inner = [x for x in reads if x[0] in self.region.members]
-            missing = [x for x in inner if self.values.number(x) not in self.steps]
+            number = stack[-1]
+            if number not in self._args:
+                self._args[number] = self._operands(number)
+            steps = (a for a in self._args[number] if isinstance(a, int))
+            missing = [a for a in steps if a not in self._order]
             stack += missing
             if not missing:
-                self.steps[number] = self._step(op, node, reads)
-        return self.values.number(start)
+                self._order.setdefault(stack.pop(), self._op(number))
 
-    def _step(self, op: Op, node: Node, reads: list[Node]) -> Step:
-        args: tuple[Arg, ...]
-        if op.kind == "dot_general":
-            other = "d" if op is self.region.scores else "e"
-            read = (self.region.operand(op, i, None, other) for i in (0, 1))
-            args = tuple(self._root((t.value, node[1]), t.letters) for t in read)
-        else:
-            args = tuple(self._arg(op, i, node, x) for i, x in enumerate(reads))
+    def _op(self, number: int) -> Op:
+        op = self.program.maker(self._nodes[number][0])
+        if op is None or not (op.kind == "dot_general" or self.region.is_closed(op)):
+            raise Different("an op that is not proved enters its gradients")
+        return op
+
+    def _operands(self, number: int) -> list[int | float | _Reader]:
+        op, at, known = self._op(number), self._nodes[number][1], dict[int, int]()
+        rule, found = op.known_rule, list[int | float | _Reader]()
+        for place, factors in zip(self._places[number], rule.results[0], strict=True):
+            large = [f for f in factors if rule.sizes[f] > 1 and place]
+            if len(large) > 1:
+                raise Different(_MERGED)
+            known.update(dict.fromkeys(large, place))
+        before = {*known.values()}
+        for index, v in enumerate(op.operands[: 1 if op.kind == "reduce" else None]):
+            places = self._of(op, v, rule.operands[index], known)
+            source = self.values.source((v, at))
+            constant = self.values.number_of_constant(v)
+            if source[0] in self.region.members:
+                found.append(self._give(source, places))
+            elif op.kind == "dot_general":
+                found.append((op, index, (v, at), places))
+            elif constant is not None:
+                found.append(constant)
+            elif any(contractions(self.values, v, self.region.size)):
+                found.append(self._give(source, places))
+            else:
+                found.append((op, index, (v, at), places))
         if op.kind == "reduce":
-            args = args[:1]
-        before = [self.steps[a] for a in args if isinstance(a, int)]
+            self._summed |= {*known.values()} - before
+        return found
+
+    def _step(self, number: int, op: Op) -> Step:
+        found = self._args[number]
+        args = [self._key(a) if isinstance(a, tuple) else a for a in found]
         shape = self.program.shape(op.operands[0])
         dims = op.integers("dimensions") if op.kind == "reduce" else ()
         sums = any(shape[d] > 1 for d in dims)
-        is_pointwise = not sums and all(s.is_pointwise for s in before)
-        return Step(op, args, sums, is_pointwise)
+        letters = self._letters(self._places[number], self._free.get(op.id, "?"))
+        return Step(op, tuple(args), letters, sums)
 
-    def _arg(self, op: Op, index: int, node: Node, read: Node) -> Arg:
-        if read[0] in self.region.members:
-            return self.values.number(read)
-        v = op.operands[index]
-        if (number := self.values.number_of_constant(v)) is not None:
-            return number
-        letters = self.region.letters_of(op, index)
-        root, own = self._stripped((v, node[1]), letters, VIEWS - {"convert"})
-        key = self.values.number(root), tuple(x for x in own if x)
-        side = self.sides.setdefault(key, Side(node=root, letters=own))
-        if op.parent == self.parent:
-            side.reads.extend(self.reads_of(op, index, letters))
+    def _key(self, read: _Reader) -> Key:
+        """An operand of a contraction, or a side, whose reads are kept."""
+        op, index, node, places = read
+        if op.kind == "dot_general":
+            return self._root(node, self._tensor(op, index, places))
+        letters = self._letters(places)
+        if "?" in letters:
+            raise Different(_MIXED)
+        node, own = self._stripped(node, letters, VIEWS - {"convert"})
+        key = self.values.number(node), tuple(x for x in own if x)
+        side = self.sides.setdefault(key, Side(node, own, []))
+        side.reads.extend(self.reads_of(op, index, letters))
         return key
 
-    def reads_of(
-        self, op: Op, index: int, letters: Letters
-    ) -> list[tuple[int, Use, Letters]]:
-        """Lists uses of a value in the body of the pass, repeated values included."""
-        found = []
-        while True:
+    def _tensor(self, op: Op, index: int, places: _Places) -> Tensor:
+        """An operand of a contraction, or its result (-1)."""
+        v = (*op.operands, *op.results)[index]
+        if self.program.values[v].dtype not in FLOATS:
+            raise Different(f"{where(op)} multiplies in another dtype")
+        letters = self._letters(places, self._free.get(op.id, "e"))
+        return Tensor(v, (op.id, index), letters)
+
+    def reads_of(self, op: Op, index: int, letters: Letters) -> list[Tensor]:
+        """Lists uses of a value in the body of an op, repeated values included."""
+        found, parent = list[Tensor](), op.parent
+        while op.parent == parent:
             v = op.operands[index]
-            found.append((v, (op.id, index), letters))
+            found.append(Tensor(v, (op.id, index), letters))
             maker = self.program.maker(v)
-            if maker is None or maker.parent != self.parent:
-                return found
-            before = self._before(maker, letters, VIEWS - {"convert"})
-            if before is None:
-                return found
+            before = maker and self._before(maker, letters, VIEWS - {"convert"})
+            if maker is None or before is None:
+                break
             op, index, letters = maker, 0, before
+        return found
 
     # -- what operands are, before they are turned -------------------------------------
 
-    def _root(self, node: Node, letters: Letters) -> Key:
-        root, own = self._stripped(node, letters, VIEWS)
-        return self.values.number(root), tuple(x for x in own if x)
+    def _root(self, node: Node, tensor: Tensor) -> Key:
+        """An operand of a contraction."""
+        found, own = self._stripped(node, tensor.letters, VIEWS)
+        return self.values.number(found), tuple(x for x in own if x)
 
     def _stripped(
         self, node: Node, letters: Letters, views: frozenset[str]
@@ -181,78 +286,155 @@ class Core:
         self, op: Op, letters: Letters, views: frozenset[str]
     ) -> Letters | None:
         """Letters of the operand of a view; None for other ops."""
-        rule, dtypes = op.rule, {self.program.values[v].dtype for v in op.reads}
-        if op.kind not in views or rule is None:
+        if op.kind not in views or op.rule is None:
             return None
-        dtypes |= {self.program.values[v].dtype for v in op.results}
+        dtypes = {self.program.values[v].dtype for v in (*op.operands, *op.results)}
         if op.kind == "convert" and not dtypes <= FLOATS:
             return None
-        [before], [after] = rule.operands, rule.results
-        if any(sum(rule.sizes[f] > 1 for f in dim) > 1 for dim in (*before, *after)):
+        [before], [after] = op.rule.operands, op.rule.results
+        if any(sum(op.rule.sizes[f] > 1 for f in dim) > 1 for dim in (*before, *after)):
             return None
-        found = carried(rule, letters, after, before)
-        return None if "?" in found else found
+        known = dict(zip(map(op.rule.major, after), letters, strict=True))
+        return tuple("" if f is None else known[f] for f in map(op.rule.major, before))
 
-    def run(
-        self,
-        known: Mapping[Any, Any],
-        *,
-        cast: bool = False,
-        only_pointwise: bool = False,
-    ) -> dict[Arg, Any]:
+    # -- passes ------------------------------------------------------------------------
+
+    def passes(self) -> list[Core]:
+        """The forward passes, then the backward pass, if there is one."""
+        forward = [n for n, role in self._roles.items() if role == "out"]
+        found = [self._pass({"out": n}) for n in forward]
+        backward = {role: n for n, role in self._roles.items() if role != "out"}
+        if not backward:
+            return found
+        if sorted(backward) != ["dk", "dq", "dv"]:
+            raise Different("not all gradients of queries, keys and values are there")
+        if len(forward) + len(backward) < len(self._roles):
+            raise Different("gradients are computed more than once")
+        return [*found, self._pass({name: backward[name] for name in _GRADIENTS})]
+
+    def _role(self, number: int) -> str:
+        """The name of what a contraction makes of weights or of scores' gradients."""
+        [arg] = (a for a in self._args[number] if isinstance(a, int))
+        own, out = (
+            {*self._letters(self._places[n])} - {"", "?"} for n in (arg, number)
+        )
+        dots = [n for n in self._made_of(arg) if self._order[n].kind == "dot_general"]
+        queries = {x for x in own if x[0] == "q"}
+        if own - out == {"k"}:
+            return "dq" if len(dots) > 1 else "out"
+        if queries and own - out == queries:
+            return "dk" if len(dots) > 1 else "dv"
+        raise Different(f"{where(self._order[number])} sums weights in another way")
+
+    def _made_of(self, *numbers: int) -> set[int]:
+        """The steps that some are made of, and these."""
+        return {
+            *reached(
+                numbers, lambda n: (a for a in self._args[n] if isinstance(a, int))
+            )
+        }
+
+    def _pass(self, sinks: Mapping[str, int]) -> Core:
+        """A pass, by the contractions that make its results, and their operands."""
+        numbers = self._made_of(*sinks.values())
+        steps = {n: step for n, step in self.found.items() if n in numbers}
+        dots = [n for n in steps if steps[n].op.kind == "dot_general"]
+        scores = [n for n in dots if steps[n].op is self.region.scores]
+        others = {*dots} - {*scores, *sinks.values()}
+        if len(scores) != 1:
+            raise Different("scores of two iterations of a loop enter it")
+        if len(others) != ("out" not in sinks):
+            raise Different("more than two contractions enter it")
+        [number], names = (others, ("dout", "v")) if others else (scores, ("q", "k"))
+        if len({steps[n].op.parent for n in (number, *sinks.values())}) > 1:
+            raise Different("its contractions are computed in different loops")
+        both = [self._tensor(*read[:2], read[-1]) for read in self._readers(number)]
+        reads = {names["k" in one.letters]: one for one in both}
+        makes: dict[str, Tensor] = {}
+        for name, n in sinks.items():
+            [(op, index, _, places)] = self._readers(n)
+            reads.setdefault(_OTHER[name], self._tensor(op, index, places))
+            makes[name] = self._tensor(op, -1, self._places[n])
+        roots = {n: self._root((t.value, ()), t) for n, t in reads.items()}
+        read = {a for n in steps if n not in dots for a in steps[n].args}
+        sides = {key: side for key, side in self.sides.items() if key in read}
+        at = steps[number].op.parent
+        return Core(self, reads, makes, steps, sides, roots, scores[0], sinks, at)
+
+    def _readers(self, number: int) -> list[_Reader]:
+        return [arg for arg in self._args[number] if isinstance(arg, tuple)]
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """The steps of a pass, from the operands of contractions to its outputs.
+
+    Attributes:
+        reads, makes: operands and results of contractions, by name.
+        steps: by number, each behind its operands.
+        sides: further inputs.
+        roots: queries, keys, values, and the output's gradient.
+        scores: the step that makes the scores.
+        outputs: the steps that make the results.
+        parent: the loop or branch that the pass is in.
+    """
+
+    every: Steps
+    reads: Mapping[str, Tensor]
+    makes: Mapping[str, Tensor]
+    steps: Mapping[int, Step]
+    sides: Mapping[Key, Side]
+    roots: Mapping[str, Key]
+    scores: int
+    outputs: Mapping[str, int]
+    parent: int
+
+    @property
+    def is_backward(self) -> bool:
+        """True if gradients are made."""
+        return "dout" in self.reads
+
+    def run(self, known: Mapping[Any, Any], *, cast: bool = False) -> dict[Arg, Any]:
         """Computes the steps.
 
         Args:
             known: operands and sides, with a dim for each letter of `ORDER`; and
                 results of steps that need not be computed.
             cast: whether results have the program's dtypes.
-            only_pointwise: whether to leave out all behind a sum.
         """
         made: dict[Arg, Any] = dict(known)
+
+        def rounded(x: Any, v: int) -> Any:
+            """An array in a value's dtype; NumPy computes on in float64."""
+            dtype = numpy_dtype(self.every.program.values[v].dtype)
+            return np.asarray(x).astype(dtype).astype(np.float64) if cast else x
+
         for number, step in self.steps.items():
-            if number in made or (only_pointwise and not step.is_pointwise):
+            if number in made:
                 continue
-            v = step.op.results[0]
-            reads = [a if isinstance(a, float) else made[a] for a in step.args]
+            args = (a if isinstance(a, float) else made[a] for a in step.args)
+            reads = [*map(rounded, args, step.op.operands)]
             if step.op.kind == "dot_general":
-                found = contracted(reads[0], reads[1], {*self.region.letters(v)})
+                found = contracted(reads[0], reads[1], step.letters)
             else:
                 found = _applied(step, reads)
-            made[number] = self._rounded(found, v, cast)
+            made[number] = rounded(found, step.op.results[0])
         return made
-
-    def _rounded(self, x: Any, v: int, cast: bool) -> Any:
-        """An array in a value's dtype; NumPy computes on in float64."""
-        if not cast:
-            return x
-        dtype = numpy_dtype(self.program.values[v].dtype)
-        return x.astype(dtype).astype(np.float64)
-
-    def outputs(self, made: Mapping[Arg, Any]) -> dict[str, Any]:
-        """The pass's outputs, by the results of `run`."""
-        return {
-            name: contracted(made[arg], made[other], self.letters(name))
-            for name, (arg, other) in self.mixes.items()
-        }
-
-    def letters(self, name: str) -> frozenset[str]:
-        """The letters of an output."""
-        return frozenset(self.one.makes[name].letters) - {""}
 
 
 def contracted(x: Any, y: Any, kept: Collection[str]) -> Any:
     """The sum of products over all letters but some."""
     sizes = np.broadcast_shapes(x.shape, y.shape)
-    out = [d for d, a in enumerate(ORDER) if a in kept and sizes[d] > 1]
+    out = [d for d, a in enumerate(ORDER) if d == 0 or (a in kept and sizes[d] > 1)]
     terms: list[Any] = []
     for one in (x, y):
-        dims = [d for d, n in enumerate(one.shape) if n > 1]
+        dims = [d for d, n in enumerate(one.shape) if d == 0 or n > 1]
         terms += [one.reshape([one.shape[d] for d in dims]), dims]
     found = np.einsum(*terms, out)
     return found.reshape([n if d in out else 1 for d, n in enumerate(sizes)])
 
 
-_OPS = {
+OPS = {
     "add": np.add,
     "subtract": np.subtract,
     "multiply": np.multiply,
@@ -274,4 +456,4 @@ def _applied(step: Step, reads: list[Any]) -> Any:
         return (np.max if largest else np.sum)(reads[0], axis=KEYS, keepdims=True)
     if op.kind == "select":
         reads = [reads[0] != 0, *reads[1:]]
-    return _OPS[op.kind](*reads)
+    return OPS[op.kind](*reads)

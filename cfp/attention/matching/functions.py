@@ -17,10 +17,12 @@ from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 
 from cfp.attention.call import attention
 from cfp.attention.kernels import KERNELS
-from cfp.attention.matching.found import Letters
 from cfp.attention.problem import NO_MASK, finite_bias, visible
 from cfp.attention.strategy import ROLES
 from cfp.errors import PlanMismatch
+
+# What the dims of a tensor run over: see `core.ORDER`; "" is a dim of size 1.
+Letters = tuple[str, ...]
 
 
 def placed(x: Any, have: Sequence[str], want: Sequence[str]) -> Any:
@@ -32,9 +34,8 @@ def placed(x: Any, have: Sequence[str], want: Sequence[str]) -> Any:
     return x.reshape([next(sizes) if a in names else 1 for a in want])
 
 
-# Sides: a mask of keys, which hides them from all queries; how many keys each sequence
-# has; the state of a mask, for pairs of queries and keys; what is added to scores.
-KEYS, LENGTHS, MASK, BIAS = "keys", "lengths", "mask", "bias"
+# Sides: how many keys each sequence has; the state of a mask; what is added to scores.
+LENGTHS, MASK, BIAS = "lengths", "mask", "bias"
 # What a query has that sees no key: the mean of all values, or no number.
 MEAN, NAN = "mean", "nan"
 
@@ -59,30 +60,25 @@ class Meaning:
 
     Attributes:
         tokens: the letter of the queries; the other "q" letters are groups of heads.
+        heads: the letter of the keys' heads, or "".
         scale, causal, left: as in `cfp.attention`.
         sides: further inputs.
         visible: states of masks with which a key is seen.
+        by_key: True if sides hide keys from all queries and heads, or are none.
         empty: result of a query that sees no key; "" if every query sees one.
         passes_hidden: True if gradients of such a query pass to all scores.
     """
 
     tokens: str
+    heads: str
     scale: float
     causal: bool = False
     left: int | None = None
     sides: tuple[SideMeaning, ...] = ()
     visible: tuple[tuple[float, ...], ...] = ()
+    by_key: bool = True
     empty: str = ""
     passes_hidden: bool = False
-
-    @property
-    def is_dense(self) -> bool:
-        """Tell whether what enters is for pairs of queries and keys."""
-        return any(side.kind in (MASK, BIAS) for side in self.sides)
-
-    def has(self, kind: str) -> bool:
-        """Tell whether a side of a kind enters."""
-        return any(side.kind == kind for side in self.sides)
 
 
 NAME = "attention"
@@ -136,11 +132,6 @@ class PassShapes:
     makes: tuple[Shaped, ...]
     out: Shaped
 
-    @property
-    def sides(self) -> tuple[Shaped, ...]:
-        """The masks and biases."""
-        return self.reads[3:-1] if self.is_backward else self.reads[3:]
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionFunctions:
@@ -148,7 +139,6 @@ class AttentionFunctions:
 
     Attributes:
         meaning, way: the attention, and its computation.
-        heads: the letter of the keys' heads, or "".
         sizes: of each letter.
         passes: one for each stage.
         precision: of matrix products, by JAX's name.
@@ -157,7 +147,6 @@ class AttentionFunctions:
 
     meaning: Meaning
     way: Way
-    heads: str
     sizes: tuple[tuple[str, int], ...]
     passes: tuple[PassShapes, ...]
     precision: str = "default"
@@ -186,59 +175,63 @@ class AttentionFunctions:
 
     def _compute(self, mesh: Mesh, one: PassShapes) -> Any:
         """Computes the attention of a pass's operands, in their dims."""
-        q_letters, k_letters, v_letters = (letters for _, _, letters in one.reads[:3])
-        out_letters = one.out[2]
 
         def compute(q: Array, k: Array, v: Array, *rest: Array) -> Any:
-            sizes = dict(self.sizes)
+            sizes, orders = dict(self.sizes), self._orders
             dtype = jnp.result_type(q, k, v)
-            q4 = _spread(q.astype(dtype), q_letters, self._order(sizes, "q"), sizes)
-            k4 = _spread(k.astype(dtype), k_letters, self._order(sizes, "k"), sizes)
-            order = self._order(sizes, "k", "e")
-            v4 = _spread(v.astype(dtype), v_letters, order, sizes)
+            q4, k4, v4 = (
+                _spread(x.astype(dtype), letters, orders[name], sizes)
+                for x, (_, _, letters), name in zip(
+                    (q, k, v), one.reads, "qkv", strict=False
+                )
+            )
             wide = max(q4.shape[-1], v4.shape[-1])  # Zeros add nothing to products.
             own, (q4, k4, v4) = v4.shape[-1], [_widened(x, wide) for x in (q4, k4, v4)]
-            sides = self._sides(one.sides, rest, sizes)
+            sides = self._sides(one.reads[3:], rest, sizes)
             out = _attend(q4, k4, v4, mesh, self.way, self.meaning, sides)
             if self.meaning.empty:
                 out = _filled(out, (q4, k4, v4), self.meaning, sides)
             out = out[..., :own]
-            names = [x for group in self._order(sizes, "q", "e") for x in group]
+            names = [x for group in orders["out"] for x in group]
             out = out.reshape([sizes[name] for name in names])
-            return placed(out, names, out_letters)
+            return placed(out, names, one.out[2])
 
         return compute
 
-    def _order(
-        self, sizes: Mapping[str, int], of: str, features: str = "d"
-    ) -> list[list[str]]:
-        """The letters of [batch, tokens, heads, head_dim], each dim by its parts.
-
-        Args:
-            of: "q" for queries, "k" for keys and values.
-        """
-        batch = sorted(x for x in sizes if x[0] == "b" and x != self.heads)
-        heads = [self.heads] if self.heads else []
-        if of == "k":
-            return [batch, ["k"], heads, [features]]
-        tokens = self.meaning.tokens
-        groups = sorted(x for x in sizes if x[0] == "q" and x != tokens)
-        return [batch, [tokens], [*heads, *groups], [features]]
+    @property
+    def _orders(self) -> dict[str, list[list[str]]]:
+        """The letters of [batch, tokens, heads, head_dim], each dim by its parts."""
+        meaning, letters = self.meaning, sorted(name for name, _ in self.sizes)
+        batch = [x for x in letters if x[0] == "b" and x != meaning.heads]
+        groups = [x for x in letters if x[0] == "q" and x != meaning.tokens]
+        kv_heads = [meaning.heads] if meaning.heads else []
+        of_queries = [batch, [meaning.tokens], [*kv_heads, *groups]]
+        of_keys = [batch, ["k"], kv_heads]
+        return {
+            "q": [*of_queries, ["d"]],
+            "k": [*of_keys, ["d"]],
+            "v": [*of_keys, ["e"]],
+            "out": [*of_queries, ["e"]],
+        }
 
     def _sides(
         self, shapes: Sequence[Shaped], rest: Sequence[Array], sizes: Mapping[str, int]
     ) -> dict[str, Array]:
         """Masks and biases, by kind, in the dims that kernels take."""
-        meaning, order = self.meaning, self._order(sizes, "q")
-        batch, [tokens], heads, _ = order
+        meaning = self.meaning
+        batch, tokens, heads, _ = self._orders["q"]
         own = {a for side in meaning.sides for a in side.letters}
-        dense = [x if own & {*x} else [] for x in (batch, heads)] + [[tokens], ["k"]]
-        groups = {KEYS: [batch, ["k"]], LENGTHS: [batch]}
+        dense = [x if own & {*x} else [] for x in (batch, heads)]
+        dense += [[] if meaning.by_key else tokens, ["k"]]
         found: dict[str, Array] = {}
         masks: list[Array] = []
         for side, x, (_, _, letters) in zip(meaning.sides, rest, shapes, strict=False):
-            x = _narrowed(x, letters, side.letters)
-            x = _spread(*x, groups.get(side.kind, dense), sizes)
+            for d, letter in enumerate(letters):
+                if letter not in side.letters:  # It is the same along these.
+                    x = jax.lax.slice_in_dim(x, 0, 1, axis=d)
+            kept = tuple(a if a in side.letters else "" for a in letters)
+            groups = [batch] if side.kind == LENGTHS else dense
+            x = _spread(x, kept, groups, sizes)
             masks += [x] if side.kind == MASK else []
             is_bias = side.kind == BIAS
             found[side.kind] = (side.factor * x).astype(jnp.float32) if is_bias else x
@@ -257,14 +250,6 @@ def shown(masks: Sequence[Any], visible: Iterable[tuple[float, ...]]) -> Any:
 
     each = [reduce(and_, map(has, masks, states)) for states in visible]
     return reduce(or_, each)
-
-
-def _narrowed(x: Array, letters: Letters, kept: Letters) -> tuple[Array, Letters]:
-    """An array without the dims that it is repeated along."""
-    for d, letter in enumerate(letters):
-        if letter and letter not in kept:
-            x = jax.lax.slice_in_dim(x, 0, 1, axis=d)
-    return x, tuple(a if a in kept else "" for a in letters)
 
 
 def _forward(
@@ -310,17 +295,20 @@ def _attend(
     window = None if meaning.left is None else (meaning.left, 0)
     more: dict[str, Any] = {}
     mask, bias = sides.get(MASK), sides.get(BIAS)
-    if KEYS in sides and way.implementation == "cudnn":
-        shape = (len(q), 1, q.shape[1], k.shape[1])
-        mask = jnp.broadcast_to(sides[KEYS][:, None, None], shape)
-    elif KEYS in sides:
-        ids = jnp.zeros(q.shape[:2], jnp.int32)
-        more["segment_ids"] = ids, sides[KEYS].astype(jnp.int32) - 1
     if LENGTHS in sides:
         # One key at least: a sequence without keys is filled by the mean.
         more["key_lengths"] = jnp.clip(sides[LENGTHS], 1, k.shape[1])
-    if mask is not None:
+    if (
+        mask is not None
+        and meaning.by_key
+        and KERNELS[way.implementation].any_positions
+    ):
+        ids = jnp.zeros(q.shape[:2], jnp.int32)
+        is_key = jnp.broadcast_to(mask[:, 0, 0], k.shape[:2])
+        more["segment_ids"] = ids, is_key.astype(jnp.int32) - 1
+    elif mask is not None:
         bias = jnp.where(mask, 0.0 if bias is None else bias, _MASKED)
+        bias = jnp.broadcast_to(bias, (*bias.shape[:2], q.shape[1], k.shape[1]))
     if bias is not None:
         more["bias"] = finite_bias(bias, q.dtype)
 
@@ -362,7 +350,13 @@ def _filled(
     """
     q, k, v = read
     group = q.shape[2] // v.shape[2]
-    seen = _has_keys(q.shape[1], k.shape[1], meaning, sides)
+    by_place = replace(NO_MASK, causal=meaning.causal, left=meaning.left)
+    if LENGTHS in sides:
+        seen = (sides[LENGTHS] > 0)[:, None, None, None]
+    else:
+        allowed = visible(by_place, q.shape[1], k.shape[1])
+        mask = sides[MASK] if allowed is None else sides[MASK] & allowed
+        seen = jnp.swapaxes(mask.any(axis=-1), 1, 2)[..., None]
     wide = v.astype(jnp.float32)
     fill = jnp.mean(wide, axis=1, keepdims=True)
     away = jax.lax.stop_gradient(wide - fill)
@@ -375,21 +369,6 @@ def _filled(
     if meaning.empty == NAN:
         fill = fill * jnp.where(seen.all(axis=1, keepdims=True), 1.0, jnp.nan)
     return jnp.where(seen, out, fill.astype(out.dtype))
-
-
-def _has_keys(
-    queries: int, keys: int, meaning: Meaning, sides: Mapping[str, Array]
-) -> Array:
-    """[batch, query, heads, 1], each 1 if all are alike: whether a key is seen."""
-    if LENGTHS in sides:
-        return (sides[LENGTHS] > 0)[:, None, None, None]
-    if MASK in sides:
-        return jnp.swapaxes(sides[MASK].any(axis=-1), 1, 2)[..., None]
-    mask = replace(NO_MASK, causal=meaning.causal, left=meaning.left)
-    by_place = visible(mask, queries, keys)
-    seen = sides[KEYS][:, None, None]
-    seen = seen if by_place is None else seen & by_place
-    return jnp.swapaxes(seen.any(axis=-1), 1, 2)[..., None]
 
 
 def _widened(x: Array, features: int) -> Array:
@@ -405,11 +384,6 @@ def _cast(arrays: Sequence[Array], made: Sequence[Shaped]) -> list[Array]:
     ]
 
 
-def product(sizes: Mapping[str, int], names: Sequence[str]) -> int:
-    """Returns the product of some letters' sizes."""
-    return prod(sizes[name] for name in names)
-
-
 def _spread(
     x: Array,
     letters: Letters,
@@ -420,4 +394,4 @@ def _spread(
     wanted = [a for group in groups for a in group]
     x = placed(x, letters, wanted)
     x = jnp.broadcast_to(x, [sizes[a] for a in wanted])
-    return x.reshape([product(sizes, group) for group in groups])
+    return x.reshape([prod(sizes[a] for a in group) for group in groups])

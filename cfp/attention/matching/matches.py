@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -13,28 +13,25 @@ from cfp.analysis.layout import SegmentKernels
 from cfp.analysis.strategies import FactorAxes
 from cfp.attention.call import refusal
 from cfp.attention.kernels import KERNELS, ScoreMemory
-from cfp.attention.matching.core import Core
-from cfp.attention.matching.found import Letters, Tensor
+from cfp.attention.matching.core import Steps
 from cfp.attention.matching.functions import (
-    KEYS,
-    LENGTHS,
     NAME,
     AttentionFunctions,
+    Letters,
     Meaning,
     PassShapes,
     Shaped,
     Way,
-    product,
 )
-from cfp.attention.matching.meaning import Proved, Reader, heads_of
+from cfp.attention.matching.meaning import Proved, Reader
 from cfp.attention.matching.proof import prove
 from cfp.attention.matching.region import Region, has_dropout, scores_of
-from cfp.attention.matching.values import FLOATS, Values, values_of
+from cfp.attention.matching.values import FLOATS, values_of
 from cfp.attention.problem import AttentionProblem
 from cfp.attention.strategy import AttentionStrategy
 from cfp.errors import CfpError
 from cfp.program.constants import NotConstant
-from cfp.program.graph import Op, Program, numpy_dtype, searched_once
+from cfp.program.graph import Program, numpy_dtype, searched_once
 from cfp.program.replace import (
     Different,
     LeftAlone,
@@ -48,7 +45,6 @@ from cfp.program.replace import (
 ROUNDS = frozenset({"ring", "zigzag"})  # Keys come in parts.
 GATHERED = frozenset({"all_gather"})
 _QUERIES = ROUNDS | GATHERED  # Roles of axes that shard queries.
-_DROPOUT = "dropout: random numbers enter its scores or weights"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +54,7 @@ class Match:
     Attributes:
         op: the contraction that makes the scores.
         source: source line.
-        scores: the value of the scores.
+        letters: of the dims of the scores.
         sizes: of each letter.
         between: ids of the values between contractions, scores, weights and their
             gradients, which kernels do not make.
@@ -68,7 +64,7 @@ class Match:
 
     op: int
     source: str
-    scores: Tensor
+    letters: Letters
     sizes: Mapping[str, int]
     between: frozenset[int]
     ops: frozenset[int]
@@ -88,73 +84,53 @@ def was_searched(program: Program) -> bool:
 
 @searched_once
 def attentions(program: Program) -> Sites[Match]:
-    """All of a program, by the ops that make scores; proved."""
-    found = [*_written_out(program)]
-    matches = {one.op: one for one in found if isinstance(one, Match)}
-    return Sites(matches, tuple(one for one in found if isinstance(one, LeftAlone)))
+    """All of a program, by the ops that make scores; proved.
 
-
-def _written_out(program: Program) -> Iterator[Match | LeftAlone]:
-    """Yields each attention, with the scores that its gradients compute again."""
-    values = values_of(program)
-    dots: dict[int, Op] = {}
-    for op in program.ops:
-        if op.kind == "exponential" and op.rule is not None:
-            dot = scores_of(values, op)
-            if dot is not None:
-                dots.setdefault(dot.id, dot)
-    numbers = {i: values.number((dot.results[0], ())) for i, dot in dots.items()}
-    groups: dict[int, list[Op]] = {}
-    first_of: dict[int, int] = {}
-    for i, dot in sorted(dots.items()):
-        first = first_of.get(numbers[i], i)
-        groups.setdefault(first, []).append(dot)
-        for number in values.equal_elsewhere(dot.results[0]):
-            first_of.setdefault(number, first)
-    for first, own in groups.items():
-        regions: list[Region] = []
+    Scores that the backward pass recomputes are another attention.
+    """
+    values, left = values_of(program), list[LeftAlone]()
+    found: dict[int, Match] = {}
+    exponentials = (op for op in program.ops if op.kind == "exponential" and op.rule)
+    dots = (scores_of(values, op) for op in exponentials)
+    for dot in {dot.id: dot for dot in dots if dot is not None}.values():
+        region = Region(values, dot)
         try:
-            yield _match(program, values, own, regions)
+            found[dot.id] = _match(region)
         except (Different, NotConstant) as error:
-            is_random = any(map(has_dropout, regions))
-            reason = _DROPOUT if is_random else str(error)
+            reason = str(error)
             if isinstance(error, NotConstant):
                 reason = f"a constant of it is not evaluated: {error}"
-            yield LeftAlone(first, dots[first].source, reason)
+            elif has_dropout(region):
+                reason = "dropout: random numbers enter its scores or weights"
+            left.append(LeftAlone(dot.id, dot.source, reason))
+    return Sites(found, tuple(left))
 
 
-def _match(
-    program: Program, values: Values, dots: Sequence[Op], regions: list[Region]
-) -> Match:
-    """Proves an attention; adds the ops on the way to its regions."""
-    passes: list[Proved] = []
+def _match(region: Region) -> Match:
+    """Proves an attention.
+
+    Raises:
+        Different: it is none.
+    """
+    program, dot = region.program, region.scores
+    region.grow()
+    steps = Steps(region)
+    cores = steps.passes()
     sizes: dict[str, int] = {}
-    ops: set[int] = set()
-    for dot in dots:
-        regions.append(region := Region(values, dot))
-        region.grow()
-        own = region.passes()
-        for t in (t for one in own for t in (*one.reads.values(), *one.makes.values())):
+    for one in cores:
+        for t in (*one.reads.values(), *one.makes.values()):
             shape = program.shape(t.value)
             sizes.update((x, n) for x, n in zip(t.letters, shape, strict=True) if x)
-        for one in own:
-            core = Core(region, one)
-            table, passes_hidden = prove(core)
-            passes.append(Reader(core, table, sizes).proved(passes_hidden))
-        ops |= {dot.id, *region.inside, *region.sinks}
-        if region.weights_gradient is not None:
-            ops.add(region.weights_gradient.id)
-    backward = [one for one in passes if one.one.is_backward]
-    if len(passes) == len(backward) or len(backward) > 1:
-        raise Different("its gradients are computed more than once")
-    [scores] = dots[0].results
+    passes = [Reader(core, prove(core), sizes).proved() for core in cores]
+    made = [step.op for step in steps.found.values()]
+    every = {v for op in made for v in op.results} | region.members | region.stacks
     found = Match(
-        op=dots[0].id,
-        source=dots[0].source,
-        scores=Tensor(scores, None, regions[0].letters(scores)),
+        op=dot.id,
+        source=dot.source,
+        letters=cores[0].steps[cores[0].scores].letters,
         sizes=sizes,
-        between=frozenset().union(*(region.between for region in regions)),
-        ops=frozenset(ops),
+        between=frozenset(w for v in every for w in region.values.standing(v)),
+        ops=frozenset({*region.inside, *region.sinks, *(op.id for op in made)}),
         passes=tuple(passes),
         problem=_problem(program, passes, sizes),
     )
@@ -168,28 +144,28 @@ def _problem(
     program: Program, passes: Sequence[Proved], sizes: Mapping[str, int]
 ) -> AttentionProblem:
     """An attention as a problem for kernels."""
-    first = passes[0]
-    meaning, heads = first.meaning, heads_of(first.one)
-    every = [one.meaning for one in passes]
-    batch = [x for x in sizes if x[0] == "b" and x != heads]
+    first, every = passes[0], [one.meaning for one in passes]
+    meaning, reads = first.meaning, first.core.reads
+    batch = [x for x in sizes if x[0] == "b" and x != meaning.heads]
     groups = [x for x in sizes if x[0] == "q" and x != meaning.tokens]
-    kv_heads = sizes.get(heads, 1)
-    values = [program.values[first.one.reads[name].value] for name in ("q", "k", "v")]
-    dtype = jnp.result_type(*(numpy_dtype(value.dtype) for value in values))
-    outputs = [x.one.makes["out"].value for x in passes if not x.one.is_backward]
+    kv_heads = sizes.get(meaning.heads, 1)
+    dtypes = [program.values[reads[name].value].dtype for name in ("q", "k", "v")]
+    dtype = jnp.result_type(*map(numpy_dtype, dtypes))
+    outputs = [x.core.makes["out"].value for x in passes if not x.core.is_backward]
+    by_key = any(one.sides and one.by_key for one in every)
     return AttentionProblem(
-        batch=product(sizes, batch),
+        batch=prod(sizes[x] for x in batch),
         queries=sizes.get(meaning.tokens, 1),
         keys=sizes["k"],
-        heads=kv_heads * product(sizes, groups),
+        heads=kv_heads * prod(sizes[x] for x in groups),
         kv_heads=kv_heads,
         head_dim=max(sizes.get("d", 1), sizes.get("e", 1)),
         dtype=str(dtype),
         causal=all(one.causal for one in every),
         left=meaning.left,
-        segments=(by_key := any(one.has(KEYS) or one.has(LENGTHS) for one in every)),
+        segments=by_key,
         hides_keys=by_key,
-        bias=any(one.is_dense for one in every),
+        bias=any(one.sides and not one.by_key for one in every),
         rounds_output=any(_is_kept_wide(program, v, dtype) for v in outputs),
         scale=meaning.scale,
     )
@@ -225,9 +201,9 @@ def way_of(
     if match.op not in axes:
         return "nothing says how it is sharded"
     rule, spread = program.ops[match.op].known_rule, kernels.spread or "all_gather"
-    dims = zip(rule.results[0], match.scores.letters, strict=True)
+    dims = zip(rule.results[0], match.letters, strict=True)
     letters = {rule.major(factors): letter for factors, letter in dims}
-    heads, roles = heads_of(match.passes[0].one), list[tuple[str, str]]()
+    heads, roles = match.meaning.heads, list[tuple[str, str]]()
     for factor, names in enumerate(axes[match.op]):
         letter = letters.get(factor, "")
         for axis in names:
@@ -279,28 +255,20 @@ def replacements(program: Program, match: Match, way: Way) -> tuple[Replacement,
     A backward pass goes on from the last forward pass in its body, if both are the
     same attention of the same operands; otherwise it computes that again.
     """
-    forward = [one for one in match.passes if not one.one.is_backward]
-    backward = [one for one in match.passes if one.one.is_backward]
-    partner = next(
-        (p for p in reversed(forward) if any(_are_one(p, b) for b in backward)), None
-    )
-    groups = [[one, *backward] if one is partner else [one] for one in forward]
-    groups += [backward] if backward and partner is None else []
+    forward = [one for one in match.passes if not one.core.is_backward]
+    backward = [one for one in match.passes if one.core.is_backward]
+    own = [one for one in forward if [_is_of(one)] == [*map(_is_of, backward)]][-1:]
+    groups = [[one, *(backward if one in own else [])] for one in forward]
+    groups += [backward] if backward and not own else []
     return tuple(_replacement(program, match, way, own) for own in groups)
 
 
-def _are_one(forward: Proved, backward: Proved) -> bool:
-    """True if a backward pass is that of a forward pass in the same body."""
-    cores = forward.core, backward.core
-    plain = [replace(p.meaning, passes_hidden=False) for p in (forward, backward)]
-    sides = [[t.value for t in one.reads] for one in (forward, backward)]
-    numbers = [[cores[0].values.number((v, ())) for v in own] for own in sides]
-    return (
-        cores[0].parent == cores[1].parent
-        and plain[0] == plain[1]
-        and numbers[0] == numbers[1]
-        and all(cores[0].roots[x] == cores[1].roots[x] for x in ("q", "k", "v"))
-    )
+def _is_of(proved: Proved) -> tuple[Any, ...]:
+    """Returns a key, equal for a forward pass and its backward pass in one body."""
+    core, values = proved.core, proved.core.every.values
+    sides = [values.number((t.value, ())) for t in proved.reads]
+    roots = [core.roots[x] for x in ("q", "k", "v")]
+    return core.parent, replace(proved.meaning, passes_hidden=False), sides, roots
 
 
 def _precision(program: Program, match: Match) -> str:
@@ -319,29 +287,23 @@ def _replacement(
     stages: list[Stage] = []
     passed: list[PassShapes] = []
     for proved in passes:
-        one = proved.one
+        one = proved.core
         tensors = [*(one.reads[name] for name in ("q", "k", "v")), *proved.reads]
-        is_backward = one.is_backward
-        if is_backward:
-            tensors.append(one.reads["dout"])
+        tensors += [one.reads["dout"]] if one.is_backward else []
         first = min(program.values[t.value].producer for t in one.makes.values())
-        uses = tuple(_early(program, t.use, first) for t in tensors if t.use)
-        assert len(uses) == len(tensors), "all that is read is read by an op"
+        uses = tuple(_early(program, t.use, first) for t in tensors)
         stages.append(Stage(uses, tuple(t.value for t in one.makes.values())))
-        values = [program.ops[op].operands[index] for op, index in uses]
-        reads = tuple(
-            _shaped(program, v, t.letters) for v, t in zip(values, tensors, strict=True)
-        )
+        values = (program.ops[op].operands[index] for op, index in uses)
+        read = zip(values, tensors, strict=True)
+        reads = tuple(_shaped(program, v, t.letters) for v, t in read)
         makes = tuple(_shaped(program, t.value, t.letters) for t in one.makes.values())
         # A backward pass that follows no forward one computes it like its gradient.
-        out = reads[-1] if is_backward else makes[0]
-        passed.append(
-            PassShapes(is_backward, reads, makes, passed[0].out if passed else out)
-        )
+        out = reads[-1] if one.is_backward else makes[0]
+        out = passed[0].out if passed else out
+        passed.append(PassShapes(one.is_backward, reads, makes, out))
     functions = AttentionFunctions(
         passes[-1].meaning,
         way,
-        heads_of(passes[0].one),
         tuple(sorted(match.sizes.items())),
         tuple(passed),
         _precision(program, match),
@@ -351,15 +313,15 @@ def _replacement(
 
 def _early(program: Program, use: Use, first: int) -> Use:
     """Returns the use of a value, or of its original if it is widened behind an op."""
-    op, index = use
-    value = program.values[program.ops[op].operands[index]]
-    if value.producer < first or program.ops[value.producer].kind != "convert":
-        return use
-    narrow = program.values[program.ops[value.producer].operands[0]]
-    sizes = [numpy_dtype(one.dtype).itemsize for one in (narrow, value)]
-    if narrow.dtype not in FLOATS or sizes[0] >= sizes[1]:
-        return use
-    return _early(program, (value.producer, 0), first)
+    while True:
+        value = program.values[program.ops[use[0]].operands[use[1]]]
+        maker = program.maker(value.id)
+        if maker is None or maker.id < first or maker.kind != "convert":
+            return use
+        narrow = program.values[maker.operands[0]]
+        if narrow.dtype not in FLOATS or narrow.size_bytes >= value.size_bytes:
+            return use
+        use = maker.id, 0
 
 
 def _shaped(program: Program, v: int, letters: Letters) -> Shaped:

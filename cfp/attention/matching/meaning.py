@@ -14,25 +14,23 @@ from types import MappingProxyType
 
 import numpy as np
 
-from cfp.attention.matching.core import Core, Key, Side
-from cfp.attention.matching.found import ORDER, Letters, Pass, Tensor
+from cfp.attention.matching.core import KEYS, ORDER, Core, Key, Tensor
 from cfp.attention.matching.functions import (
     BIAS,
-    KEYS,
     LENGTHS,
     MASK,
     MEAN,
     NAN,
+    Letters,
     Meaning,
     SideMeaning,
     placed,
     shown,
 )
 from cfp.attention.matching.proof import MASKED, States, Table
-from cfp.program.graph import numpy_dtype
-from cfp.program.replace import Different, Use
+from cfp.program.graph import Op, numpy_dtype
+from cfp.program.replace import Different
 
-_KEYS = ORDER.index("k")
 _ORDERS = MappingProxyType(
     {"GE": np.greater_equal, "GT": np.greater, "LE": np.less_equal, "LT": np.less}
 )
@@ -40,12 +38,10 @@ _NOT_READ = (
     "a mask or bias is not read in the loop that computes its gradients, as it would "
     "be with jax.checkpoint around the loop's body"
 )
-_HIDES = "may hide all keys of a query"
-Read = tuple[int, Use, Letters]
 Window = tuple[bool, int | None]  # causal, and how many keys to the left
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Proved:
     """A proved pass, with its computation by a kernel.
 
@@ -54,13 +50,12 @@ class Proved:
         reads: the masks and biases that a kernel reads.
     """
 
-    one: Pass
     core: Core
     meaning: Meaning
     reads: tuple[Tensor, ...]
 
 
-def heads_of(one: Pass) -> str:
+def heads_of(one: Core) -> str:
     """The letter by which keys have heads; "" if all queries share theirs."""
     letters = {x for t in one.reads.values() for x in t.letters if x}
     batch = [x for x in letters if x[0] == "b"]
@@ -70,17 +65,21 @@ def heads_of(one: Pass) -> str:
     return own[-1] if own else ""
 
 
+def _ordered(letters: Letters) -> Letters:
+    return tuple(x for x in ORDER if x in letters)
+
+
 class Reader:
     """Reads a pass that is proved as a kernel takes it."""
 
     def __init__(self, core: Core, table: Table, sizes: Mapping[str, int]) -> None:
         self.core, self.table, self.sizes = core, table, sizes
-        self.values, self.program = core.values, core.program
+        self.values, self.program = core.every.values, core.every.program
         queries = [x for x in sizes if x[0] == "q"]
         self.tokens = max(queries, key=lambda x: (sizes[x], x), default="q0")
-        self.heads = heads_of(core.one)
+        self.heads = heads_of(core)
 
-    def proved(self, passes_hidden: bool) -> Proved:
+    def proved(self) -> Proved:
         """A kernel's view of the pass.
 
         Raises:
@@ -89,45 +88,63 @@ class Reader:
         """
         table, core = self.table, self.core
         self._check_biases()
-        fixed = [k for k in table.masks if self.values.is_leaf(core.sides[k].node[0])]
+        sides_of = {key: core.sides[key] for key in table.masks}
+        fixed = [k for k, x in sides_of.items() if self.values.is_leaf(x.node[0])]
         free = [key for key in table.masks if key not in fixed]
         own, others = self._states(fixed), self._states(free)
-        constants = [(core.sides[k].node[0], core.sides[k].letters) for k in fixed]
-        by_key: list[Read] = []
+        constants = [(sides_of[k].node[0], sides_of[k].letters) for k in fixed]
+        masks, visible = [self._read(key) for key in free], tuple(sorted(others))
+        if visible == ((1.0,) * len(free),):  # All of them have to show a key.
+            more, masks = self._conjuncts(masks)
+            constants += more
+            own = {(*one, *[1.0] * len(more)) for one in own}
+            visible = ((1.0,) * len(masks),)
+        by_key = all({*letters} <= self._batch | {"k"} for _, letters in masks)
         window, is_full = None, False
-        if len(own) * len(others) == len(table.visible):
-            if others == {(1.0,)}:
-                more, by_key = self._by_key(core.sides[free[0]])
-                constants += more
-                own = {(*one, *[1.0] * len(more)) for one in own}
+        if by_key and len(own) * len(others) == len(table.visible):
             window, is_full = self._window(constants, own)
-        if window is None or table.biases or (free and not by_key):
-            window, (sides, reads) = (False, None), self._whole()
-        else:
-            sides, reads = [], []
-        if not sides and by_key:
-            sides, reads = self._keys_or_lengths(by_key[0], window)
+        if window is None or table.biases:
+            window, by_key, visible = (False, None), False, table.visible
+            masks = [self._read(key) for key in table.masks]
+        kind = MASK
+        if by_key and visible == ((1.0,),) and window[1] is None:
+            lengths = self._lengths(masks[0][0])
+            kind, masks = (LENGTHS, [lengths]) if lengths else (MASK, masks)
+        biases = [(*self._read(key), factor) for key, factor in table.biases.items()]
+        sides = [SideMeaning(kind, letters) for _, letters in masks]
+        sides += [SideMeaning(BIAS, letters, factor) for _, letters, factor in biases]
         may_be_empty = bool(free) or not is_full
         return Proved(
-            core.one,
             core,
             Meaning(
                 tokens=self.tokens,
+                heads=self.heads,
                 scale=table.scale,
                 causal=window[0],
                 left=window[1],
                 sides=tuple(sides),
-                visible=table.visible if any(s.kind == MASK for s in sides) else (),
+                visible=visible if kind == MASK else (),
+                by_key=by_key,
                 empty=self._empty() if may_be_empty else "",
-                passes_hidden=passes_hidden and may_be_empty,
+                passes_hidden=core.is_backward
+                and may_be_empty
+                and table.hidden[0] in table.passing,
             ),
-            tuple(Tensor(v, use, letters) for v, use, letters in reads),
+            (*(read for read, _ in masks), *(read for read, *_ in biases)),
         )
 
     def _states(self, keys: Sequence[Key]) -> set[States]:
         """The states of some masks with which a key may be seen."""
         places = [[*self.table.masks].index(key) for key in keys]
         return {tuple(one[i] for i in places) for one in self.table.visible}
+
+    def _read(self, key: Key) -> tuple[Tensor, Letters]:
+        """The smallest that the pass reads of a mask or bias, and what it runs over."""
+        side, op_of = self.core.sides[key], self.program.ops
+        here = [x for x in side.reads if op_of[x.use[0]].parent == self.core.parent]
+        if not here:
+            raise Different(_NOT_READ)
+        return here[-1], _ordered(side.letters)
 
     # -- masks that are constants ------------------------------------------------------
 
@@ -156,7 +173,7 @@ class Reader:
 
     def _rows(self, x: np.ndarray) -> np.ndarray:
         """[others, queries, keys] of an array with a dim for each of `ORDER`."""
-        x = np.moveaxis(x, [ORDER.index(self.tokens), _KEYS], [-2, -1])
+        x = np.moveaxis(x, [ORDER.index(self.tokens), KEYS], [-2, -1])
         return x.reshape(-1, *x.shape[-2:])
 
     def _is_causal(self, v: int, letters: Letters, shows: bool) -> bool:
@@ -169,21 +186,17 @@ class Reader:
         if op is None or op.kind != "compare" or op.direction not in _ORDERS:
             return False
         arrays = (placed(self.values.dense(x), letters, ORDER) for x in op.operands)
-        places = [self._rows(x) for x in arrays]
-        along = [x for x in places if x.shape == (1, 1, count)]
-        if count == 1 or sorted(x.shape for x in places) != [
-            (1, 1, count),
-            (1, count, 1),
-        ]:
+        places = {x.shape: x for x in map(self._rows, arrays)}
+        keys = places.get((1, 1, count), np.zeros(0))
+        if count == 1 or {*places} != {(1, 1, count), (1, count, 1)}:
             return False
-        if (along[0][0, 0, 1:] < along[0][0, 0, :-1]).any():
-            return False
-        pairs = [np.broadcast_to(x[0], (count, count)) for x in places]
+        pairs = [np.broadcast_to(x[0], (count, count)) for x in places.values()]
         own, after = (
             _ORDERS[op.direction](*(x.diagonal(k) for x in pairs)) == shows
             for k in (0, 1)
         )
-        return bool(own.all() and not after.any())
+        rises = (keys[..., 1:] >= keys[..., :-1]).all()
+        return bool(rises and own.all() and not after.any())
 
     def _window_of(self, seen: np.ndarray) -> Window | None:
         """Rule 2: whether a mask is none, or causal with so many keys to the left."""
@@ -193,53 +206,42 @@ class Reader:
         if seen.shape != (count, count):
             return None
         last = int(seen[-1].sum()) - 1
-        causal, before = np.tri(count, dtype=bool), np.tri(count, k=-last - 1)
-        if not np.array_equal(seen, causal & (before == 0)):
-            return None
-        return True, None if last >= count - 1 else last
+        before = np.tri(count, k=-last - 1, dtype=bool)
+        is_window = np.array_equal(seen, np.tri(count, dtype=bool) & ~before)
+        return (True, None if last >= count - 1 else last) if is_window else None
 
     # -- masks that the program computes -----------------------------------------------
-
-    def _by_key(self, side: Side) -> tuple[list[tuple[int, Letters]], list[Read]]:
-        """The constants, and the mask of keys, that a mask is all of at once."""
-        if not side.reads or self.program.values[side.node[0]].dtype != "i1":
-            return [], []
-        fixed, others = self._conjuncts(side.reads[-1])
-        own = {x for _, _, letters in others for x in letters if x}
-        if len(others) > 1 or "k" not in own or not own <= self._batch | {"k"}:
-            return [], []
-        return [(v, letters) for v, _, letters in fixed], others
 
     @property
     def _batch(self) -> set[str]:
         return {x for x in self.sizes if x[0] == "b" and x != self.heads}
 
-    def _conjuncts(self, read: Read) -> tuple[list[Read], list[Read]]:
+    def _conjuncts(
+        self, masks: Sequence[tuple[Tensor, Letters]]
+    ) -> tuple[list[tuple[int, Letters]], list[tuple[Tensor, Letters]]]:
         """The masks that all have to show a key: constants, and others."""
-        fixed: list[Read] = []
-        others: list[Read] = []
-        stack = [read]
+        fixed: list[tuple[int, Letters]] = []
+        others: list[tuple[Tensor, Letters]] = []
+        stack = [*masks]
         while stack:
-            one = stack.pop()
-            op = self.program.maker(one[0])
+            read, letters = stack.pop()
+            op = self.program.maker(read.value)
             if op is not None and op.kind == "and" and op.parent == self.core.parent:
-                stack += [self.core.reads_of(op, i, one[2])[-1] for i in (0, 1)]
+                both = (self._below(op, i, read.letters) for i in (0, 1))
+                stack += [(one, _ordered(one.letters)) for one in both]
+            elif self.values.is_leaf(read.value):
+                fixed.append((read.value, read.letters))
             else:
-                (fixed if self.values.is_leaf(one[0]) else others).append(one)
+                others.append((read, letters))
         return fixed, others
 
-    def _keys_or_lengths(
-        self, read: Read, window: Window
-    ) -> tuple[list[SideMeaning], list[Read]]:
-        lengths = self._lengths(read) if window[1] is None else None
-        kind, read = (LENGTHS, lengths) if lengths else (KEYS, read)
-        letters = tuple(x for x in ORDER if x in read[2])
-        return [SideMeaning(kind, letters=letters)], [read]
+    def _below(self, op: Op, index: int, letters: Letters) -> Tensor:
+        """An operand, or the smaller value that it repeats."""
+        return self.core.every.reads_of(op, index, letters)[-1]
 
-    def _lengths(self, read: Read) -> Read | None:
+    def _lengths(self, read: Tensor) -> tuple[Tensor, Letters] | None:
         """The lengths that a mask compares keys' places with, if it does."""
-        v, _, letters = read
-        op = self.program.maker(v)
+        op = self.program.maker(read.value)
         if op is None or op.kind != "compare" or op.parent != self.core.parent:
             return None
         if op.direction not in ("LT", "GT"):
@@ -247,34 +249,21 @@ class Reader:
         place, length = (0, 1) if op.direction == "LT" else (1, 0)
         if not self.values.is_leaf(op.operands[place]):
             return None
-        counted = placed(self.values.dense(op.operands[place]), letters, ORDER)
+        counted = placed(self.values.dense(op.operands[place]), read.letters, ORDER)
         shape = [self.sizes["k"] if x == "k" else 1 for x in ORDER]
         if not np.array_equal(counted, np.arange(self.sizes["k"]).reshape(shape)):
             return None
-        last = self.core.reads_of(op, length, letters)[-1]
-        is_i32 = self.program.values[last[0]].dtype == "i32"
-        return last if is_i32 and {x for x in last[2] if x} <= self._batch else None
-
-    def _whole(self) -> tuple[list[SideMeaning], list[Read]]:
-        """Returns all masks and biases as read."""
-        sides, reads = [], []
-        for key in (*self.table.masks, *self.table.biases):
-            side = self.core.sides[key]
-            if not side.reads:
-                raise Different(_NOT_READ)
-            kind = MASK if key in self.table.masks else BIAS
-            factor = self.table.biases.get(key, 1.0)
-            letters = tuple(x for x in ORDER if x in side.letters)
-            sides.append(SideMeaning(kind, letters=letters, factor=factor))
-            reads.append(side.reads[-1])
-        return sides, reads
+        last = self._below(op, length, read.letters)
+        is_i32 = self.program.values[last.value].dtype == "i32"
+        letters = _ordered(last.letters)
+        return (last, letters) if is_i32 and {*letters} <= self._batch else None
 
     def _check_biases(self) -> None:
         """Raises if a kernel would round the terms that are added to scores.
 
         Rounding changes weights if all keys of a query are low.
         """
-        dtype = self.program.values[self.core.one.reads["q"].value].dtype
+        dtype = self.program.values[self.core.reads["q"].value].dtype
         for key, factor in self.table.biases.items():
             v = self.core.sides[key].node[0]
             if not self.values.is_leaf(v):
@@ -284,11 +273,9 @@ class Reader:
             x = self.values.dense(v)
             is_exact = (x.astype(numpy_dtype(dtype)) == x).all()
             if not is_exact or np.frexp(abs(factor))[0] != 0.5:
-                raise Different(
-                    f"a kernel adds a bias in {dtype}, which rounds this one"
-                )
+                raise Different(f"a kernel adds a bias in {dtype}, which rounds it")
             if not (np.abs(x.astype(np.float64) * factor) < -MASKED).all():
-                raise Different(f"a bias {_HIDES}")
+                raise Different("a bias may hide all keys of a query")
         if len(self.table.biases) > 1:
             raise Different("two biases are rounded apart from their sum")
 
@@ -296,7 +283,8 @@ class Reader:
 
     def _empty(self) -> str:
         """The output of a query that sees no key."""
-        if len(self.table.fills) != 1:
+        passes = {states in self.table.passing for states in self.table.hidden}
+        if len(self.table.fills) != 1 or len(passes) > 1:
             raise Different(
                 "a query may see no key, and hidden keys have different numbers"
             )

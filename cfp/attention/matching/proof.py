@@ -1,15 +1,14 @@
 """Proves that a pass is an attention, and finds its mask, bias and scale.
 
 A value that may vary with positions is a side: rule 2. At each position scores and
-sides make the softmax's argument, so that a table of its values for all states of the
-masks describes it fully. Steps do the same at all positions. Their results on a few
-positions, with numbers of all kinds, must equal those of an attention with this
-argument.
+sides make the softmax's argument: for each state of the masks a constant, a multiple of
+the score, and biases. Steps do the same at all positions. Their results on a few
+positions, with numbers of all kinds, must equal those of a softmax of this argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from math import prod
@@ -19,12 +18,14 @@ import numpy as np
 
 from cfp.attention.matching.core import (
     KEYS,
+    OPS,
+    ORDER,
     Arg,
     Core,
     Key,
+    Step,
     contracted,
 )
-from cfp.attention.matching.found import ORDER
 from cfp.attention.matching.functions import shown
 from cfp.attention.matching.region import ELEMENTWISE, VIEWS
 from cfp.attention.matching.values import Values
@@ -35,14 +36,14 @@ from cfp.program.replace import Different
 MASKED = -9e3  # A score that is at most this is of a key that is hidden.
 _MOST_STATES = 64
 _MOST_SIDES = 3  # Bools that a float is made of.
+_MOST_OPS = 8  # Ops that make it, one behind another.
 _CLOSE = 1e-6
 _ROUNDED = {"f32": 1e-3, "bf16": 0.1, "f16": 0.1}
 # Kinds of scores, and about their size.
-_KINDS = {"usual": 1, "steep": 5, "low": 20, "equal": 1, "huge": 2e3, "rounded": 1}
-_DRAWS = 6  # Masks of each kind of scores.
+_KINDS = {"usual": 1, "steep": 5, "low": 20, "equal": 1, "huge": 2e3}
+_DRAWS = 16  # Masks of each kind of scores.
 _SMALL = {"b": 2, "q": 3, "k": 5, "d": 3, "e": 2}
-_PROBES = (0.0, 1.0, -1e5)
-_LINEAR = VIEWS | {"add", "maximum", "negate", "reduce", "select", "subtract"}
+_ANOTHER = "scores go through another function than a constant scale, masks, biases"
 
 States = tuple[float, ...]
 
@@ -53,78 +54,36 @@ class Table:
 
     Attributes:
         argument: the step that makes it.
-        states: of all sides: see `states_of`.
         masks: the sides that hide keys, and the states that each may have.
-        visible, hidden: the states of all masks with which a key is, or is not, seen.
         biases: the sides that are added, and their factors.
+        visible, hidden: the states of all masks with which a key is, or is not, seen.
+        passing: the states with which the score is part of the argument.
         fills: the numbers that hidden keys have.
         adds: whether one of these is added to a score, and does not absorb it.
     """
 
-    argument: Arg
-    states: Mapping[Key, States | None]
+    argument: int
     scale: float
     masks: Mapping[Key, States]
+    biases: Mapping[Key, float]
     visible: tuple[States, ...]
     hidden: tuple[States, ...]
-    biases: Mapping[Key, float]
+    passing: tuple[States, ...]
     fills: frozenset[float]
     adds: bool
 
-    def seen(self, given: Mapping[Any, Any]) -> Any:
-        """True where a key is seen, by the values of masks."""
-        masks = [given[key] for key in self.masks]
-        return shown(masks, self.visible) if masks else np.True_
-
 
 @np.errstate(all="ignore")
-def prove(core: Core) -> tuple[Table, bool]:
-    """Proves a pass.
-
-    Returns:
-        The argument of its softmax, and whether gradients pass through hidden scores.
+def prove(core: Core) -> Table:
+    """Proves a pass, and returns the argument of its softmax.
 
     Raises:
         Different: it computes something else.
     """
     table = _table(core)
-    form, known = _form(core, table), core.values.known
-    if form not in known:
-        try:
-            _compare(core, table, passes_hidden=False)
-            known[form] = False
-        except Different:
-            if not core.one.is_backward:
-                raise
-            _compare(core, table, passes_hidden=True)
-            known[form] = True
-    return table, known[form]
-
-
-def _form(core: Core, table: Table) -> tuple:
-    """Returns a key of everything that a comparison depends on, except numbers."""
-    places: dict[Arg, int] = {}
-
-    def place(arg: Arg) -> Any:
-        if isinstance(arg, tuple):
-            return (
-                places.setdefault(arg, len(places)),
-                arg[1],
-                table.states.get(arg, ()),
-            )
-        return arg if isinstance(arg, float) else places[arg]
-
-    program, form = core.program, []
-    for number, step in core.steps.items():
-        dtype = program.values[step.op.results[0]].dtype
-        args = tuple(map(place, step.args))
-        form.append((step.op.kind, step.op.attributes, dtype, step.sums, args))
-        places[number] = len(places)
-    ends = [(n, place(a), place(b)) for n, (a, b) in core.mixes.items()]
-    ends += [(n, place(key), "") for n, key in core.roots.items()]
-    dtypes = [program.values[t.value].dtype for t in core.one.reads.values()]
-    ends += [(place(core.scores), place(table.argument), _pairs(core))]
-    return (*form, *ends, *dtypes)
+    _compare(core, table, is_rounded=False)
+    _compare(core, table, is_rounded=True)
+    return table
 
 
 # ------------------------------------------------------------------ rule 2: sides
@@ -136,14 +95,14 @@ def states_of(core: Core, key: Key) -> States | None:
     Raises:
         Different: it is neither a mask nor a bias.
     """
-    values, v = core.values, core.sides[key].node[0]
-    dtype = core.program.values[v].dtype
+    values, v = core.every.values, core.sides[key].node[0]
+    dtype = core.every.program.values[v].dtype
     if dtype != "i1" and dtype not in _ROUNDED:
         raise Different(f"a value in {dtype} enters between its contractions")
-    try:
-        if dtype != "i1" and values.is_leaf(v):
-            return _distinct(values.dense(v))
+    if dtype == "i1" or not values.is_leaf(v):
         return _made_of_bools(values, v)
+    try:
+        return _distinct(values.dense(v))
     except NotConstant as error:
         raise Different(f"a mask or bias of it is made by {error}") from error
 
@@ -157,252 +116,208 @@ def _distinct(x: np.ndarray) -> States | None:
     return tuple(sorted(found)) if not rest.size else None
 
 
-def _made_of_bools(values: Values, v: int) -> States | None:
+def _made_of_bools(values: Values, v: int, most: int = _MOST_OPS) -> States | None:
     """The values of a float that is made of bools alone, at each position.
 
-    Each bool that is read counts as one of its own: another iteration's, or another
-    position's, may differ from it.
+    Each operand counts as one of its own: another iteration's, or another position's,
+    may differ from it.
     """
-    stack, states = [v := values.same(v)], values.states
-    while stack:
-        one, op = stack[-1], values.program.maker(stack[-1])
-        if values.program.values[one].dtype == "i1":
-            states[one] = (0.0, 1.0)
-        elif (number := values.number_of_constant(one)) is not None:
-            states[one] = (number,)
-        elif op is None or op.kind not in ELEMENTWISE | VIEWS:
-            states[one] = None
-        else:
-            reads = [values.same(x) for x in op.operands]
-            if missing := [x for x in reads if x not in states]:
-                stack += missing
-                continue
-            states[one] = _combined(values, one, reads)
-        stack.pop()
-    return states[v]
-
-
-def _combined(values: Values, v: int, reads: Sequence[int]) -> States | None:
-    """The values of an op's result, by those of its operands.
-
-    An operand that is read twice may be of two iterations.
-    """
-    own = [values.states[x] or () for x in reads]
-    is_apart = len({*reads}) == len(reads)
-    if not is_apart or not 0 < prod(map(len, own)) <= 2**_MOST_SIDES:
+    value, op = values.program.values[v], values.program.maker(values.same(v))
+    if value.dtype == "i1":
+        return 0.0, 1.0
+    if (number := values.number_of_constant(v)) is not None:
+        return (number,)
+    if op is None or op.kind not in ELEMENTWISE | VIEWS or not most:
         return None
-    found: set[float] = set()
-    for combination in product(*own):
-        given = {
-            x: np.full([1] * len(values.program.shape(x)), number)
-            for x, number in zip(reads, combination, strict=True)
-        }
-        found.add(float(values.dense(v, given).reshape(-1)[0]))
-    return tuple(sorted(found))
+    own = [_made_of_bools(values, x, most - 1) or () for x in op.operands]
+    if not 0 < prod(map(len, own)) <= 2**_MOST_SIDES:
+        return None
+    apply = OPS.get(op.kind, lambda x: x)  # A view changes no number.
+    made = np.array([apply(*one) for one in product(*own)])
+    return tuple(sorted({*made.astype(numpy_dtype(value.dtype)).astype(float)}))
 
 
 # ------------------------------------------------------------- the softmax's argument
 
 
-def _argument(core: Core) -> Arg:
-    """The softmax's argument: an exponential's operand without a row's number."""
-    found: set[Arg] = set()
-    for step in core.steps.values():
-        if step.op.kind != "exponential":
-            continue
-        [arg] = step.args
-        while isinstance(arg, int):
-            own = core.steps[arg]
-            shift = own.args[1] if own.op.kind == "subtract" else None
-            is_shifted = isinstance(shift, int) and not core.steps[shift].is_pointwise
-            if own.op.kind not in VIEWS and not is_shifted:
-                break
-            arg = own.args[0]
-        found.add(arg)
-    if len(found) != 1:
-        raise Different("it is not one softmax of scores")
-    [arg] = found
-    if not (isinstance(arg, int) and core.steps[arg].is_pointwise):
-        raise Different("its scores are combined before the softmax")
-    return arg
-
-
-def _degree(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> int:
-    """Returns the degree in scores and biases together; at least 2 if not linear."""
-    found: dict[Arg, int] = {core.scores: 1}
-    found |= {key: int(own is None) for key, own in states.items()}
-    for number, step in core.steps.items():
-        own = [0 if isinstance(a, float) else found.get(a, 2) for a in step.args]
-        if number == core.scores:
-            continue
-        if step.op.kind == "multiply":
-            found[number] = sum(own)
-        elif step.op.kind == "divide":
-            found[number] = own[0] + 2 * own[1]
-        else:
-            found[number] = (1 if step.op.kind in _LINEAR else 2) * max(own)
-    return found[argument]
-
-
 def _table(core: Core) -> Table:
-    """Evaluates the argument for all states of masks, several scores, and biases."""
+    """Computes the argument for all states of masks.
+
+    Raises:
+        Different: it is no constant scale, masks, biases.
+    """
     states = {key: states_of(core, key) for key in core.sides}
-    argument = _argument(core)
-    another = "scores go through another function than a constant scale, masks, biases"
-    if _degree(core, argument, states) > 1:
-        raise Different(another)
     masks = {key: own for key, own in states.items() if own is not None}
     biases = [key for key, own in states.items() if own is None]
     combinations = [*product(*masks.values())]
     if len(combinations) > _MOST_STATES:
         raise Different("more than six masks enter")
-    probes = [(s, [0.0] * len(biases)) for s in _PROBES]
-    for place in range(len(biases)):
-        probes.append((0.0, [float(i == place) for i in range(len(biases))]))
-    rows = [(c, s, f) for c in combinations for s, f in probes]
-    dots = [n for n, step in core.steps.items() if step.op.kind == "dot_general"]
-    given: dict[Arg, list[float]] = {n: [0.0] * len(rows) for n in dots}
-    given[core.scores] = [s for _, s, _ in rows]
-    given |= {key: [c[i] for c, _, _ in rows] for i, key in enumerate(masks)}
-    given |= {key: [f[i] for _, _, f in rows] for i, key in enumerate(biases)}
-    made = core.run(
-        {name: _along_keys(x) for name, x in given.items()}, only_pointwise=True
-    )
-    x = np.broadcast_to(made[argument], _along_keys(given[core.scores]).shape)
-    x = x.reshape(len(combinations), len(probes))
-    is_seen = x[:, 0] > MASKED
-    if not is_seen.any():
+    sums = _sums(core, dict(zip(masks, np.array(combinations).T, strict=True)), biases)
+    argument = _argument(core, sums)
+    made = sums[argument]
+    assert made is not None, "an argument is a sum"
+    is_hidden = made[:, 0] <= MASKED
+    if is_hidden.all():
         raise Different("no key is seen")
-    first = x[is_seen][0]
-    scale = first[1] - first[0]
-    factors = first[len(_PROBES) : len(_PROBES) + len(biases)] - first[0]
-    want = np.array([scale * s + factors @ np.array(f) for s, f in probes])
-    if scale == 0.0 or not np.isfinite(scale) or not _near(x[is_seen], want):
-        raise Different(another)
-    hidden = x[~is_seen]
-    adds = ~np.all(hidden == hidden[:, :1], axis=1)
-    if not _near(hidden[adds] - hidden[adds][:, :1], want):
+    constants, scores = made[:, 0], made[:, 1:]
+    first = scores[~is_hidden][0]
+    passes, is_alike = scores.any(axis=1), np.isclose(scores, first, _CLOSE, 0)
+    if not first[0] or not np.isfinite(first).all():
+        raise Different(_ANOTHER)
+    if not (is_alike[~is_hidden].all() and np.all(abs(constants[~is_hidden]) < 1e-5)):
+        raise Different(_ANOTHER)
+    if not is_alike[passes].all():
         raise Different("a hidden score goes through another function")
+    adds = is_hidden & passes & (constants + 1e5 * first[0] != constants)
+
+    def some(chosen: Any) -> tuple[States, ...]:
+        return tuple(c for c, own in zip(combinations, chosen, strict=True) if own)
+
     return Table(
         argument=argument,
-        states=states,
-        scale=float(f"{scale:.7g}"),
+        scale=float(f"{first[0]:.7g}"),
         masks=masks,
-        visible=tuple(c for c, seen in zip(combinations, is_seen, strict=True) if seen),
-        hidden=tuple(c for c, s in zip(combinations, is_seen, strict=True) if not s),
-        biases=dict(zip(biases, map(float, factors), strict=True)),
-        fills=frozenset(map(float, hidden[:, 0])),
+        biases=dict(zip(biases, map(float, first[1:]), strict=True)),
+        visible=some(~is_hidden),
+        hidden=some(is_hidden),
+        passing=some(passes),
+        fills=frozenset(map(float, constants[is_hidden])),
         adds=bool(adds.any()),
     )
 
 
-def _along_keys(x: Any) -> np.ndarray:
-    shape = [1] * len(ORDER)
-    shape[KEYS] = len(x)
-    return np.array(x, np.float64).reshape(shape)
+def _sums(
+    core: Core, masks: Mapping[Key, np.ndarray], biases: Sequence[Key]
+) -> dict[Arg, np.ndarray | None]:
+    """Steps as sums, for states of masks; None of what is no such sum.
+
+    Returns:
+        [state, a constant and the factors of the score and of biases].
+    """
+    count = len(next(iter(masks.values()), [0]))
+
+    def one(place: int, number: Any) -> np.ndarray:
+        made = np.zeros((count, 2 + len(biases)))
+        made[:, place] = number
+        return made
+
+    found: dict[Arg, np.ndarray | None] = {core.scores: one(1, 1.0)}
+    found |= {key: one(0, own) for key, own in masks.items()}
+    found |= {key: one(2 + i, 1.0) for i, key in enumerate(biases)}
+    for number, step in core.steps.items():
+        own = [one(0, a) if isinstance(a, float) else found.get(a) for a in step.args]
+        reads = [x for x in own if x is not None]
+        if number != core.scores:
+            found[number] = _sum(step, reads) if len(reads) == len(own) else None
+    return found
 
 
-def _near(x: Any, y: Any) -> bool:
-    return bool(np.allclose(x, y, rtol=_CLOSE, atol=1e-5))
+def _sum(step: Step, reads: list[np.ndarray]) -> np.ndarray | None:
+    """The sum that an op makes of sums; None if it makes none."""
+    kind = step.op.kind
+    if kind in VIEWS or (kind == "reduce" and not step.sums):
+        return reads[0]
+    if kind in ("add", "subtract", "negate"):
+        return OPS[kind](*reads)
+    if kind == "select" and not reads[0][:, 1:].any():
+        return np.where(reads[0][:, :1] != 0, *reads[1:])
+    if kind in ("multiply", "divide"):
+        if kind == "multiply" and not reads[0][:, 1:].any():
+            reads = reads[::-1]
+        if not reads[1][:, 1:].any():
+            return OPS[kind](reads[0], reads[1][:, :1])
+    return None
+
+
+def _argument(core: Core, sums: Mapping[Arg, Any]) -> int:
+    """The softmax's argument: the sum with the score that what is no sum is made of."""
+    found: set[int] = set()
+    others = (step for n, step in core.steps.items() if sums[n] is None)
+    for arg in (a for step in others for a in step.args if isinstance(a, int)):
+        if sums[arg] is not None and sums[arg][:, 1].any():
+            while core.steps[arg].op.kind in VIEWS:
+                [arg] = (a for a in core.steps[arg].args if isinstance(a, int))
+            found.add(arg)
+    if len(found) != 1:
+        raise Different(_ANOTHER)
+    return found.pop()
 
 
 # ------------------------------------------- rule 3: a few positions stand for all
 
 
-def _drawn(
-    core: Core, table: Table, hidden: States | None, random: np.random.Generator
-) -> dict[Key, np.ndarray]:
-    """Random masks and biases; each query sees a key, or the first one none."""
-    found: dict[Key, np.ndarray] = {}
-    plain = dict(zip(table.masks, table.visible[0], strict=True))
-    for tried in range(200):
-        for key, own in table.states.items():
-            shape = _shape(key[1])
-            x = random.choice(own, shape) if own else random.normal(size=shape)
-            is_shown = random.random(shape) < tried / 200
-            found[key] = np.where(is_shown, plain.get(key, x), x)
-        seen = np.broadcast_to(table.seen(found), _shape(_pairs(core)))
-        if hidden or seen.any(axis=KEYS).all():
-            break
-    row = tuple(slice(None) if d == KEYS else 0 for d in range(len(ORDER)))
-    for key, state in zip(table.masks, hidden or (), strict=False):
-        found[key][row] = state
+def _compare(core: Core, table: Table, is_rounded: bool) -> None:
+    """Compares outputs with those of an attention with this argument.
+
+    Raises:
+        Different: one is another.
+    """
+    known, values = _drawn(core, table, is_rounded), core.every.program.values
+    results = [values[step.op.results[0]] for step in core.steps.values()]
+    close = max(_ROUNDED[v.dtype] for v in results) if is_rounded else _CLOSE
+    want, made = _reference(core, known, table), core.run(known, cast=is_rounded)
+    # An output that is zero, as the gradient of equal scores, or of the score of one
+    # key, has noise; operands are about 1.
+    usual = sum(_norm(np.where(np.isfinite(x), x, 0)) for x in want.values()) + 1
+    for name, number in core.outputs.items():
+        got, right = np.broadcast_arrays(made[number], want[name])
+        finite = np.isfinite(right)
+        far, size = (_norm(np.where(finite, x, 0)) for x in (got - right, right))
+        is_near = np.array_equal(np.isfinite(got), finite)
+        if not is_near or not (far <= close * (size + 1e-3 * usual)).all():
+            raise Different(_OTHER[name])
+
+
+def _norm(x: np.ndarray) -> np.ndarray:
+    """The size of an array, for each draw."""
+    return np.sqrt(np.square(x).reshape(len(x), -1).sum(axis=1))
+
+
+def _drawn(core: Core, table: Table, is_rounded: bool) -> dict[Key, np.ndarray]:
+    """Operands that make scores of all kinds, beyond what exponentials hold, too.
+
+    Rule 4: what cannot be shown equal has other numbers, in each contraction. Masks are
+    random, some show few keys and some nearly all; the first query sees no key, in each
+    way. In numbers that are rounded all queries see the first key.
+    """
+    random, roots = np.random.default_rng(7), core.roots
+    kinds, hidden = (["usual"], ()) if is_rounded else (_KINDS, table.hidden)
+    draws = [*product(kinds, (*[None] * _DRAWS, *hidden))]
+    dots = [step.args for step in core.steps.values() if step.op.kind == "dot_general"]
+    operands = {key for key in chain(*dots, roots.values()) if isinstance(key, tuple)}
+    found = {k: random.normal(size=_shape(len(draws), k[1])) for k in sorted(operands)}
+    q, k = found[roots["q"]], found[roots["k"]]
+    for n, (kind, _) in enumerate(draws):
+        spread = (_KINDS[kind] / abs(table.scale)) ** 0.5
+        q[n], k[n] = spread * q[n], spread * k[n]
+        if kind == "low":
+            q[n], k[n] = abs(q[n]), -np.sign(table.scale) * abs(k[n])
+        if kind == "equal":
+            k[n] = k[n].take([0], axis=KEYS - 1)
+        if kind == "steep" and "dout" in roots:
+            found[roots["dout"]][n] *= 1e3
+    share = random.random(_shape(len(draws), ()))
+    first = tuple(slice(None) if x == "k" else 0 for x in ORDER[1:])
+    for key in core.sides:
+        found[key] = random.normal(size=_shape(len(draws), key[1]))
+    for place, (key, states) in enumerate(table.masks.items()):
+        seen, shape = table.visible[0][place], found[key].shape
+        x = random.choice(states, shape)
+        found[key] = np.where(random.random(shape) < share, seen, x)
+        for n, (_, others) in enumerate(draws):
+            if others is not None:
+                found[key][(n, *first)] = others[place]
+        if is_rounded:
+            np.moveaxis(found[key], KEYS, 0)[0] = seen
     return found
 
 
 def _pairs(core: Core) -> tuple[str, ...]:
-    return tuple(x for x in core.region.letters(core.region.scores.results[0]) if x)
+    return tuple(x for x in core.steps[core.scores].letters if x)
 
 
-def _shape(letters: tuple[str, ...]) -> list[int]:
-    return [_SMALL[x[0]] if x in letters else 1 for x in ORDER]
-
-
-def _draws(core: Core, table: Table) -> Iterator[tuple[str, dict[Key, np.ndarray]]]:
-    """Operands that make scores of all kinds, beyond what exponentials hold, too.
-
-    Rule 4: what cannot be shown equal has other numbers, in each contraction.
-    """
-    random, roots = np.random.default_rng(7), core.roots
-    dots = [step.args for step in core.steps.values() if step.op.kind == "dot_general"]
-    read = chain(*dots, roots.values(), (key for _, key in core.mixes.values()))
-    operands = {key for key in read if isinstance(key, tuple)}
-    q, k = roots["q"], roots["k"]
-    for kind, size in _KINDS.items():
-        found = {key: random.normal(size=_shape(key[1])) for key in sorted(operands)}
-        spread = (size / abs(table.scale)) ** 0.5
-        found[q], found[k] = spread * found[q], spread * found[k]
-        if kind == "low":
-            found[q], found[k] = abs(found[q]), -np.sign(table.scale) * abs(found[k])
-        if kind == "equal":
-            found[k] = found[k].take([0], axis=KEYS).repeat(found[k].shape[KEYS], KEYS)
-        if kind == "steep" and "dout" in roots:
-            found[roots["dout"]] = 1e3 * found[roots["dout"]]
-        yield kind, found
-
-
-def _compare(core: Core, table: Table, passes_hidden: bool) -> None:
-    """Compares outputs with those of an attention with this argument."""
-    random = np.random.default_rng(11)
-    for kind, operands in _draws(core, table):
-        empty = () if kind == "rounded" else table.hidden
-        for hidden in (*[None] * _DRAWS, *empty):
-            known = operands | _drawn(core, table, hidden, random)
-            close = _CLOSE
-            if kind == "rounded":
-                known = {key: _cast(core, key, x) for key, x in known.items()}
-                dtypes = {
-                    core.program.values[s.op.results[0]].dtype
-                    for s in core.steps.values()
-                }
-                close = max(_ROUNDED[one] for one in dtypes)
-            want = _reference(core, known, table, passes_hidden)
-            found = core.outputs(core.run(known, cast=kind == "rounded"))
-            # An output that is zero, as the gradient of equal scores, has noise.
-            usual = max(float(np.linalg.norm(x[np.isfinite(x)])) for x in want.values())
-            for name, got in found.items():
-                if not _equal(got, want[name], close, 1e-3 * usual):
-                    raise Different(_OTHER[name])
-
-
-def _cast(core: Core, key: Key, x: np.ndarray) -> np.ndarray:
-    """An operand or side in its own dtype; among the values of one number all have."""
-    values = {k: core.one.reads[n].value for n, k in core.roots.items()}
-    values |= {k: side.node[0] for k, side in core.sides.items()}
-    v = values.get(key)
-    if v is None:
-        return x
-    return x.astype(numpy_dtype(core.program.values[v].dtype)).astype(np.float64)
-
-
-def _equal(got: np.ndarray, want: np.ndarray, close: float, least: float) -> bool:
-    want = np.broadcast_to(want, np.broadcast_shapes(got.shape, want.shape))
-    got = np.broadcast_to(got, want.shape)
-    finite = np.isfinite(want)
-    if not np.array_equal(np.isfinite(got), finite):
-        return False
-    size = np.linalg.norm(want[finite])
-    return bool(np.linalg.norm((got - want)[finite]) <= close * (size + least))
+def _shape(draws: int, letters: Sequence[str]) -> list[int]:
+    return [draws, *(_SMALL[x[0]] if x in letters else 1 for x in ORDER[1:])]
 
 
 def _scores(core: Core, known: Mapping[Key, Any]) -> np.ndarray:
@@ -412,24 +327,26 @@ def _scores(core: Core, known: Mapping[Key, Any]) -> np.ndarray:
 
 
 def _reference(
-    core: Core, known: Mapping[Key, Any], table: Table, passes_hidden: bool
+    core: Core, known: Mapping[Key, Any], table: Table
 ) -> dict[str, np.ndarray]:
     """Output and gradients by the textbook, of the scores that a kernel makes."""
     roots = {name: known[key] for name, key in core.roots.items()}
-    made = core.run({**known, core.scores: _scores(core, known)}, only_pointwise=True)
-    x = np.broadcast_to(made[table.argument], _shape(_pairs(core)))
+    scores = _scores(core, known)
+    x = core.run({**known, core.scores: scores})[table.argument]
+    x = np.broadcast_to(x, scores.shape)
     weights = np.exp(x - x.max(axis=KEYS, keepdims=True))
     weights = weights / weights.sum(axis=KEYS, keepdims=True)
 
     def mixed(name: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return contracted(x, y, core.letters(name))
+        return contracted(x, y, core.steps[core.outputs[name]].letters)
 
-    if not core.one.is_backward:
+    if not core.is_backward:
         return {"out": mixed("out", weights, roots["v"])}
     dp = contracted(roots["dout"], roots["v"], _pairs(core))
     dx = weights * (dp - (weights * dp).sum(axis=KEYS, keepdims=True))
-    passed = True if passes_hidden else table.seen(known)
-    ds = np.where(passed, table.scale * dx, 0.0)
+    masks = [known[key] for key in table.masks]
+    passes = shown(masks, table.passing) if masks else True
+    ds = np.where(passes, table.scale * dx, 0.0)
     return {
         "dq": mixed("dq", ds, roots["k"]),
         "dk": mixed("dk", ds, roots["q"]),

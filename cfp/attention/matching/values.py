@@ -36,10 +36,8 @@ class Values:
         self._loop_of: dict[int, int] = {}  # of arguments of loops' bodies
         self._passed_on: set[int] = set()
         self._counters: dict[int, frozenset[int]] = {}
-        self.known: dict[tuple, Any] = {}  # of equal layers: proofs, windows
-        self.states: dict[int, tuple[float, ...] | None] = {}  # that values may have
+        self.known: dict[tuple, Any] = {}  # of equal layers: windows
         self._held: dict[int, int] = {}  # indices, and among how many places
-        self.indices: dict[int, dict[int, None]] = {}  # by which stacks are read
         for op in program.ops:
             if op.has_regions:
                 self._loop_of.update(dict.fromkeys(op.entries, op.id))
@@ -52,11 +50,13 @@ class Values:
                 self._counters[op.id] = self._counters_of(op)
 
     @cached_property
-    def _leaves(self) -> set[int]:
-        found: set[int] = set()
-        for op in self.program.ops:
-            if _is_pure(op) and all(self.same(v) in found for v in op.operands):
-                found.update(op.results)
+    def _leaves(self) -> dict[int, bool]:
+        """Constants; True of those for which places are counted."""
+        found: dict[int, bool] = {}
+        for op in filter(_is_pure, self.program.ops):
+            reads = [found.get(self.same(v)) for v in op.operands]
+            if None not in reads:
+                found |= dict.fromkeys(op.results, op.kind == "iota" or any(reads))
         return found
 
     def is_leaf(self, v: int) -> bool:
@@ -69,7 +69,7 @@ class Values:
 
     def number_of_constant(self, v: int) -> float | None:
         """The number that a constant is all over, or None."""
-        if not self.is_leaf(v):
+        if self._leaves.get(self.same(v), True):
             return None
         try:
             found = self.dense(v)
@@ -198,7 +198,6 @@ class Values:
         if op.integers("slice_sizes") != shape or any(n != 0 for n in starts):
             return None
         index = self._index(self.number((op.operands[1], at)), self.trips(loop))
-        self.indices.setdefault(loop.id, {})[index] = None
         return update.operands[1], (*outer, (loop.id, index))
 
     def update_of(self, loop: Op, place: int) -> Op | None:
@@ -258,14 +257,6 @@ class Values:
                 key = (op.name, op.attributes, inputs, made.shape, made.dtype, place)
             self._numbers[one] = self._table.setdefault(key, len(self._table))
         return self._numbers[self.source(node)]
-
-    def equal_elsewhere(self, v: int) -> set[int]:
-        """Numbers of a value in its own iteration, and where its stack is read."""
-        found = {self.number((v, _HERE))}
-        for loop in self._around(v):
-            for index in self.indices.get(loop, ()):
-                found.add(self.number((v, ((loop, index),))))
-        return found
 
 
 def _is_pure(op: Op) -> bool:

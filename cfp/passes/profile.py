@@ -51,8 +51,8 @@ def profile(
         all_presets=all_presets,
         end=end,
     )
-    done = [found.records.get(item.own_job.key.digest) for item in found.requests]
-    cached = sum(item.own_job.key.digest in measurer.known for item in found.requests)
+    jobs = {item.own_job.key.digest for item in found.requests}
+    done, cached = [*map(found.records.get, jobs)], len(jobs & {*measurer.known})
     counts = {
         "strategies_measured": sum(record is not None for record in done) - cached,
         "strategies_cached": cached,

@@ -329,11 +329,11 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
     if best != written and runs:
         candidates.append(Candidate(f"{name} (as written)", written))
     problem = None
-    if is_described:
+    if isinstance(mesh, DescribedMesh):
         problem = estimate_options(
-            estimate_kinds(analysis, rates),
+            estimate_kinds(analysis, mesh.rates),
             {name: best},
-            Costs(analysis, rates, measured=False),
+            Costs(analysis, mesh.rates, measured=False),
             per_kind=0,
             budget_bytes=None,
             replacing=context.rules.replacing,

@@ -239,12 +239,12 @@ def test_where_nothing_is_compiled_nothing_is_hoped_of_the_compiler(plan, monkey
     assert planned(least).winner == "planned"
 
 
-@pytest.mark.parametrize(("share", "more"), [(4.0, False), (1.0, True)])
+@pytest.mark.parametrize(("share", "more"), [(4.0, False), (1.05, True)])
 def test_a_budget_asks_for_more_presets_only_where_memory_is_short(
     plan, monkeypatch, share, more, tmp_path
 ):
-    platform(monkeypatch, estimate_reach=1.0)
-    asked = {"race": False, "cache_dir": tmp_path}
+    platform(monkeypatch, estimate_reach=0.0)
+    asked = {"race": False, "cache_dir": tmp_path, "per_kind": 1}
     free = plan(**asked)
     assert free.predicted_bytes is not None
     within = plan(int(share * free.predicted_bytes), **asked)

@@ -237,7 +237,9 @@ def _downstream(flow: Flow, values: Sequence[int]) -> set[int]:
 
 
 def resolve_pins(
-    pins: Mapping[str, PartitionSpec | NamedSharding], program: Program, mesh: Mesh
+    pins: Mapping[str, PartitionSpec | NamedSharding | str],
+    program: Program,
+    mesh: Mesh,
 ) -> dict[int, Spec]:
     """Turns pinned paths into shardings by argument position.
 

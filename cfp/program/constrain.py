@@ -185,8 +185,8 @@ def _mesh_symbol(module: ir.Module, program: Program, mesh: Mesh | AbstractMesh)
     if len(meshes) == 1 and not any(op.manual for op in program.ops):
         meshes[0].attributes["mesh"] = ir.Attribute.parse(f"#sdy.mesh<[{axes}]>")
         return shardy.symbol_name(meshes[0])
-    with ir.InsertionPoint.at_block_begin(module.body):
-        ir.Operation.parse(f"sdy.mesh @cfp_mesh = <[{axes}]>")
+    added = ir.Operation.parse(f"sdy.mesh @cfp_mesh = <[{axes}]>")
+    ir.InsertionPoint.at_block_begin(module.body).insert(added)
     return "cfp_mesh"
 
 

@@ -227,12 +227,10 @@ def _crossing(plan: Plan) -> Values:
 
 def _undivided(plan: Plan) -> Values:
     """A described plan's devices and its batch, if they do not divide it."""
-    devices, batch = (
-        prod(n for _, n in plan.mesh_axes),
-        plan.search.get("batch_samples"),
-    )
-    is_left = "described" in plan.environment and batch and batch % devices
-    return (devices, round(batch or 0)) if is_left else ()
+    devices = prod(n for _, n in plan.mesh_axes)
+    batch = round(plan.search.get("batch_samples") or 0)
+    is_left = "described" in plan.environment and batch % devices
+    return (str(devices), str(batch)) if is_left else ()
 
 
 _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (

@@ -328,16 +328,16 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
     candidates = [Candidate(name, best if runs or is_described else written)]
     if best != written and runs:
         candidates.append(Candidate(f"{name} (as written)", written))
-    problem = None
-    if isinstance(mesh, DescribedMesh):
-        problem = estimate_options(
-            estimate_kinds(analysis, mesh.rates),
-            {name: best},
-            Costs(analysis, mesh.rates, measured=False),
-            per_kind=0,
-            budget_bytes=None,
-            replacing=context.rules.replacing,
-        ).problem
+    if not isinstance(mesh, DescribedMesh):
+        return Solution(candidates, rates=rates)
+    problem = estimate_options(
+        estimate_kinds(analysis, mesh.rates),
+        {name: best},
+        Costs(analysis, mesh.rates, measured=False),
+        per_kind=0,
+        budget_bytes=None,
+        replacing=context.rules.replacing,
+    ).problem
     candidates = _predicted(analysis, problem, candidates)
     return Solution(candidates, rates=rates, problem=problem, stage=Stage.SMALLEST)
 

@@ -28,7 +28,6 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
 )
-from pydantic_core import CoreSchema
 
 from cfp.analysis.strategies import Spec
 from cfp.attention.kernels import KERNELS
@@ -72,7 +71,7 @@ class ReadAs:
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
+    ) -> Any:
         """Returns the schema of what a file has."""
         return handler.generate_schema(Annotated[self.kind, AfterValidator(self.make)])
 

@@ -269,3 +269,34 @@ def test_an_argument_is_linear_or_the_attention_is_left(name):
         planned, _ = step.with_kernel("xla")
         [difference] = cfp.compare(planned(*args), infer(*args))
         assert difference.relative_l2 < 1e-5
+
+
+def of_all_flags(scores):
+    """Softmax, doubled only where five arguments of the trace are true together."""
+    weights = jax.nn.softmax(scores)
+    doubled = 2 * weights
+    for seed in range(5):
+        is_on = normal(seed, 16, 1) > 0
+        doubled = jnp.where(is_on, doubled, weights)
+    return doubled
+
+
+def test_each_state_of_masks_that_shows_keys_is_compared():
+    def infer(q, k, v):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        return jnp.einsum("bhqk,bkhd->bqhd", of_all_flags(scores), v)
+
+    q = jnp.ones(SHAPE)
+    [left] = found_in(infer, q, q, q).left_alone
+    assert "not that of a softmax" in left.reason
+
+
+def test_weights_with_dims_of_their_own_are_left_alone():
+    def infer(q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        each = jnp.broadcast_to(weights[..., None], (*weights.shape, q.shape[-1]))
+        return jnp.einsum("bhqkr,bkhr->bqh", each, v)
+
+    q = jnp.ones(SHAPE)
+    [left] = found_in(infer, q, q, q).left_alone
+    assert "mixed up" in left.reason

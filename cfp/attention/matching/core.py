@@ -133,11 +133,11 @@ class Steps:
             self._same.union(one, other)
         return number
 
-    def _letters(self, places: _Places, other: str = "?") -> Letters:
-        """Letters of dims; another one of those that scores do not have."""
+    def _letters(self, places: _Places, other: str = "") -> Letters:
+        """Letters of dims; `other` of those that scores lack, if it is given."""
         same, names = self._same, self._names
         found = [names.get(same.find(x), other) if x else "" for x in places]
-        if len({*found} - {""}) < sum(map(bool, found)):
+        if len({*found} - {""}) < sum(map(bool, places)):
             raise Different(_MIXED)
         return tuple(found)
 
@@ -226,7 +226,7 @@ class Steps:
         shape = self.program.shape(op.operands[0])
         dims = op.integers("dimensions") if op.kind == "reduce" else ()
         sums = any(shape[d] > 1 for d in dims)
-        letters = self._letters(self._places[number], self._free.get(op.id, "?"))
+        letters = self._letters(self._places[number], self._free.get(op.id, ""))
         return Step(op, tuple(args), letters, sums)
 
     def _key(self, read: _Reader) -> Key:
@@ -235,8 +235,6 @@ class Steps:
         if op.kind == "dot_general":
             return self._root(node, self._tensor(op, index, places))
         letters = self._letters(places)
-        if "?" in letters:
-            raise Different(_MIXED)
         node, own = self._stripped(node, letters, VIEWS - {"convert"})
         key = self.values.number(node), tuple(x for x in own if x)
         side = self.sides.setdefault(key, Side(node, own, []))
@@ -316,7 +314,7 @@ class Steps:
         """The name of what a contraction makes of weights or of scores' gradients."""
         [arg] = (a for a in self._args[number] if isinstance(a, int))
         own, out = (
-            {*self._letters(self._places[n])} - {"", "?"} for n in (arg, number)
+            {*self._letters(self._places[n], "?")} - {"", "?"} for n in (arg, number)
         )
         dots = [n for n in self._made_of(arg) if self._order[n].kind == "dot_general"]
         queries = {x for x in own if x[0] == "q"}

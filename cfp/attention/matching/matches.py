@@ -123,13 +123,14 @@ def _match(region: Region) -> Match:
             sizes.update((x, n) for x, n in zip(t.letters, shape, strict=True) if x)
     passes = [Reader(core, prove(core), sizes).proved() for core in cores]
     made = [step.op for step in steps.found.values()]
-    every = {v for op in made for v in op.results} | region.members | region.stacks
+    results = {t.value for core in cores for t in core.makes.values()}
+    own = {v for op in made for v in op.results} | region.members | region.stacks
     found = Match(
         op=dot.id,
         source=dot.source,
         letters=cores[0].steps[cores[0].scores].letters,
         sizes=sizes,
-        between=frozenset(w for v in every for w in region.values.standing(v)),
+        between=frozenset(w for v in own - results for w in region.values.standing(v)),
         ops=frozenset({*region.inside, *region.sinks, *(op.id for op in made)}),
         passes=tuple(passes),
         problem=_problem(program, passes, sizes),

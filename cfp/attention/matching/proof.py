@@ -277,12 +277,13 @@ def _drawn(core: Core, table: Table, is_rounded: bool) -> dict[Key, np.ndarray]:
     """Operands that make scores of all kinds, beyond what exponentials hold, too.
 
     Rule 4: what cannot be shown equal has other numbers, in each contraction. Masks are
-    random, some show few keys and some nearly all; the first query sees no key, in each
-    way. In numbers that are rounded all queries see the first key.
+    random, some show few keys and some nearly all; the first query sees no key, or all,
+    in each way. In numbers that are rounded all queries see the first key.
     """
     random, roots = np.random.default_rng(7), core.roots
-    kinds, hidden = (["usual"], ()) if is_rounded else (_KINDS, table.hidden)
-    draws = [*product(kinds, (*[None] * _DRAWS, *hidden))]
+    kinds = ["usual"] if is_rounded else _KINDS
+    forced = () if is_rounded else (*table.hidden, *table.visible)
+    draws = [*product(kinds, (*[None] * _DRAWS, *forced))]
     dots = [step.args for step in core.steps.values() if step.op.kind == "dot_general"]
     operands = {key for key in chain(*dots, roots.values()) if isinstance(key, tuple)}
     found = {k: random.normal(size=_shape(len(draws), k[1])) for k in sorted(operands)}

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from cfp.api import OPTIONS
@@ -274,7 +275,7 @@ class ParallelStep:
             warnings.warn(
                 f"The mesh does not divide {few(whole)}: every device has all of it. "
                 "Pad it, or choose a size that the mesh divides.",
-                stacklevel=4,
+                stacklevel=3,
             )
         return planned
 
@@ -290,14 +291,19 @@ class ParallelStep:
         if not self.plans:
             return find(mesh=self._mesh, **options)
         first = self.plans[0]
-        now = dict(zip(step.arg_names, map(type_text, step.avals), strict=True))
+        names, now = (
+            step.arg_names,
+            {*zip(step.arg_names, map(type_text, step.avals), strict=True)},
+        )
         leaves = zip(first.arg_names, first.arg_types, first.arg_specs, strict=True)
-        same = {name: spec for name, kind, spec in leaves if now.get(name) == kind}
         pins = {
-            name: PartitionSpec(*(names or None for names in same[name]))
-            for name in same
+            name: PartitionSpec(*(axes or None for axes in spec))
+            for name, kind, spec in leaves
+            if (name, kind) in now and names.count(name) == 1
         }
-        alike = options | {"pins": {**(options.get("pins") or {}), **pins}}
-        with suppress(MemoryBudgetError):
-            return find(mesh=first.mesh, **alike)
+        # A preset shards alike by itself; several processes cannot plan a second time.
+        if not options.get("preset") and jax.process_count() == 1:
+            alike = options | {"pins": {**(options.get("pins") or {}), **pins}}
+            with suppress(MemoryBudgetError):
+                return find(mesh=first.mesh, **alike)
         return find(mesh=first.mesh, **options)

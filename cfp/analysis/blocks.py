@@ -458,8 +458,5 @@ def _extra_anchors(
             part = parts.find(op_id)
             largest[part] = max(largest.get(part, (0, 0)), (value.size_bytes, -op_id))
     anchors = sorted(-negative for _, negative in largest.values())
-    return [[Member(i, _all_factors(program.ops[i]))] for i in anchors]
-
-
-def _all_factors(op: Op) -> tuple[int, ...]:
-    return tuple(range(len(op.known_rule.sizes)))
+    every = (range(len(program.ops[i].known_rule.sizes)) for i in anchors)
+    return [[Member(i, tuple(one))] for i, one in zip(anchors, every, strict=True)]

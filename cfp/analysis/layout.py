@@ -304,7 +304,9 @@ class Layout:
             laid_out = user in self.axes and user not in self.frame.group_of
             if laid_out or op.shardings:
                 spec = self.use_spec(user, index)
-                if spec is not None and (any(spec) or not _gathers(op)):
+                if spec is not None and (
+                    any(spec) or not (op.rule and op.rule.gathered)
+                ):
                     return spec
                 gathered = gathered or spec
         return gathered
@@ -398,10 +400,6 @@ class Layout:
                 extra.update(want[len(have) :])
             return wanted if extra else natural
         return natural
-
-
-def _gathers(op: Op) -> bool:
-    return op.rule is not None and bool(op.rule.gathered)
 
 
 @searched_once

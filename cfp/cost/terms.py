@@ -401,10 +401,12 @@ def transition(
         local /= ways(scattered)
     if summed := tuple(name for name in partial if name not in scattered):
         # Devices that are to have other pieces sum their own alone.
+        taken = {name for names in held for name in names}
         for names, target in zip(held, want, strict=True):
-            if names == list(target[: len(names)]):
-                local /= ways(target[len(names) :])
-                names += target[len(names) :]
+            rest = target[len(names) :]
+            if names == list(target[: len(names)]) and taken.isdisjoint(rest):
+                local /= ways(rest)
+                names += rest
         steps.append(("all-reduce", summed, local))
     gathered, moved, wanted = [], [], {name for names in want for name in names}
     for names, target in zip(held, want, strict=True):

@@ -211,10 +211,6 @@ def _allowed(rule: Rule, size: int) -> frozenset[AxisChoice]:
     return frozenset(axis_choices(rule, size))
 
 
-def _exceeds(rule: Rule, factor: int, size: int) -> bool:
-    return 1 < rule.sizes[factor] < size and size % rule.sizes[factor] == 0
-
-
 def in_result(rule: Rule) -> list[int]:
     """Lists the major factors of the first result's dims, in order."""
     return [f for f in map(rule.major, rule.results[0]) if f is not None]
@@ -624,7 +620,8 @@ class _Walk:
 
         for factor in shared_factors(rule):
             if any(factor in ranks for ranks in arriving):
-                if is_split(factor) or _exceeds(rule, factor, size):
+                own = rule.sizes[factor]
+                if is_split(factor) or (1 < own < size and size % own == 0):
                     return factor
         gives_way = [
             bool(ranks and self._makers(value) & self.by_minor)

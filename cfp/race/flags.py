@@ -22,20 +22,20 @@ def flag_values(
 ) -> Iterator[tuple[str, Program]]:
     """Yields a text such as ``refresh=False``, and the program with that value.
 
-    A flag is a scalar argument that is a long branch's predicate or index itself.
+    A flag is a scalar argument that is a long branch's predicate, or index (up to 7).
 
     Args:
         carried: arguments that a result takes the place of: no value of theirs stays.
     """
     given = [*program.given, *[b""] * (len(program.args) - len(program.given))]
     ways: dict[int, int] = {}
-    for op in long_branches(program):
+    for op in (one for one in long_branches(program) if one.results):
         for v in sources(program, op.operands[0]).difference(carried):
             if v in program.args and not program.shape(v):
                 ways[v] = max(ways.get(v, 0), len(op.yields) // len(op.results))
     for v, count in sorted(ways.items()):
         place, dtype = program.args.index(v), numpy_dtype(program.values[v].dtype)
-        for value in np.arange(count).astype(dtype):
+        for value in np.arange(min(count, 8)).astype(dtype):
             other = [*given[:place], value.tobytes(), *given[place + 1 :]]
             text = f"{program.arg_names[place]}={value}"
             yield text, replace(program, given=tuple(other))

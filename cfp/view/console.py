@@ -107,7 +107,9 @@ class Rows:
     def numbers(self) -> set[str]:
         """Headings of columns of numbers; the first column is text."""
         columns = [*zip(self.headings, *(row.cells for row in self.rows), strict=True)]
-        return {name for name, *cells in columns[1:] if all(map(_is_number, cells))}
+        return {
+            name for name, *cells in columns[1:] if all(map(_NUMBER.fullmatch, cells))
+        }
 
     def filled(self) -> Rows:
         """Drops the columns without any text."""
@@ -128,10 +130,6 @@ class Rows:
             style = "bold" if row.won else None
             table.add_row(*row.cells, style=style, end_section=row.ends)
         return table
-
-
-def _is_number(cell: str) -> bool:
-    return _NUMBER.fullmatch(cell) is not None
 
 
 def sheet(

@@ -17,11 +17,11 @@ from cfp.cli.session import analyse
 from cfp.context import open_context
 from cfp.errors import CfpError
 from cfp.models import find
+from cfp.printable import parse_bytes
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.runner import execute
 from cfp.solution import Candidate
 from cfp.targets import model_target
-from cfp.units import parse_bytes
 from cfp_test.bench.case import make_choice
 from cfp_test.bench.clock import QUICK_TURN, turn_on
 from cfp_test.passes import model_passes, three_passes

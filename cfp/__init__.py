@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cfp.api import Fastest, Variant, plan, plan_fastest
     from cfp.attention.call import attention, attention_options
     from cfp.checking.check import compare
+    from cfp.context import PlannerSettings
     from cfp.devices.described import described
     from cfp.devices.joining import join
     from cfp.errors import (
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     )
     from cfp.parallel import ParallelStep, parallelize
     from cfp.plan.plan import Plan
-    from cfp.planner_settings import PlannerSettings
 
     # Names that `plan(..., preset=...)` knows on a mesh of any shape.
     PRESETS: tuple[str, ...]
@@ -60,7 +60,7 @@ _HOMES = {
     "cfp.devices.joining": ("join",),
     "cfp.parallel": ("ParallelStep", "parallelize"),
     "cfp.plan.plan": ("Plan",),
-    "cfp.planner_settings": ("PlannerSettings",),
+    "cfp.context": ("PlannerSettings",),
 }
 _HOME_OF = dict.fromkeys(__all__, "cfp.errors") | {
     name: home for home, names in _HOMES.items() for name in names

@@ -22,16 +22,14 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from cfp.cluster.on_ray import plan_step
 from cfp.complete import FoundPlan, complete_plan, wrong_kernels
-from cfp.context import PlanContext, settings_or_defaults
+from cfp.context import DetailedSettings, PlanContext, PlannerSettings, dimensions_of
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError
 from cfp.passes.analyze import Analyzed, Pins, PlanOptions
 from cfp.passes.profile import profile
 from cfp.passes.search import preset_solution, search, search_further
 from cfp.plan.plan import Plan
-from cfp.planner_settings import PlannerSettings, dimensions_of
 from cfp.platform import all_meshes
 from cfp.program.calling import check_keywords
 from cfp.program.meaning import unchecked
@@ -140,7 +138,7 @@ def plan(
         KeyboardInterrupt: the user has interrupted; the same call goes on from the
             stored measurements.
     """
-    how = settings_or_defaults(settings)
+    how = DetailedSettings.of(settings)
     if choose is not None:
         how = replace(how, choose=tuple(sorted(dimensions_of(choose))))
     if precision is not None:
@@ -162,6 +160,8 @@ def plan(
                 "A plan on a Ray cluster needs its mesh, which is not described: "
                 "mesh=jax.sharding.AbstractMesh((4,), ('x',))."
             )
+        from cfp.cluster.on_ray import plan_step
+
         return plan_step(plan, fn, args, kwargs, mesh, **vars(options))
     check_keywords(fn, kwargs, ["mesh", "quiet", *OPTIONS])
     variants = [
@@ -216,6 +216,6 @@ def plan_fastest(
         CfpError: no variant can be planned.
         ProcessError: the processes of this program do not plan together.
     """
-    how = settings_or_defaults(settings)
+    how = DetailedSettings.of(settings)
     given = PlanOptions(settings=how, **options)
     return find_fastest(run_passes, variants, given, leaner, quiet)

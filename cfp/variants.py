@@ -19,10 +19,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from cfp.analysis.host_state import enough_state
+from cfp.analysis.analyze import enough_state
 from cfp.analysis.layout import lay_out
 from cfp.complete import FoundPlan
-from cfp.context import device_memory, settings_or_defaults
+from cfp.context import DetailedSettings, PlannerSettings, device_memory
 from cfp.cost.memory import host_bytes
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MemoryBudgetError, ProcessError, StepNotTraceable
@@ -30,7 +30,7 @@ from cfp.passes.analyze import Analyzed, PlanOptions, analyze_step
 from cfp.passes.profile import estimate
 from cfp.plan.figures import GIVEN_SECONDS, UNPLANNED, VARIANTS_SECONDS, VariantFigures
 from cfp.plan.plan import Plan
-from cfp.planner_settings import PlannerSettings
+from cfp.printable import format_bytes, parse_bytes
 from cfp.profiling.builder import BuildEnvironment, Job
 from cfp.profiling.coordination import Coordination, check_alike, coordinated, leading
 from cfp.profiling.followers import follow
@@ -48,7 +48,6 @@ from cfp.race.turns import race_programs
 from cfp.search.jobs import whole_job
 from cfp.settings import ESTIMATES_SHARE, HOST_BYTES_PER_MS, Dimension, defaults_of
 from cfp.solution import Estimate
-from cfp.units import format_bytes, parse_bytes
 from cfp.view.progress import shown
 
 now = time.monotonic  # Of the time that all variants share.
@@ -121,7 +120,7 @@ def find_fastest(
 
 def facts_of(meshes: Sequence[Mesh], options: PlanOptions) -> dict[str, str]:
     """Facts of planning that have to be the same in all processes."""
-    settings = settings_or_defaults(options.settings)
+    settings = DetailedSettings.of(options.settings)
     shapes = (f"{dict(one.shape)} of {one.device_ids.tolist()}" for one in meshes)
     return {
         "version of cfp": sys.modules["cfp"].__version__,

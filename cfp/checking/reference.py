@@ -22,6 +22,7 @@ from cfp.errors import CfpError, StepNotTraceable
 from cfp.passes.analyze import analyze_step
 from cfp.plan.plan import Plan
 from cfp.presets.presets import presets
+from cfp.printable import format_bytes
 from cfp.profiling.builder import compiled_bytes, is_out_of_memory
 from cfp.profiling.compile_pool import CompilePool, default_threads
 from cfp.profiling.compiler_options import MEMORY_SHARE
@@ -31,7 +32,6 @@ from cfp.program.trace import OTHER_DEVICES
 from cfp.runtime.execute import CompiledStep, LoweredStep, load_or_lower
 from cfp.search.jobs import constraints_of
 from cfp.settings import ConstraintLevel
-from cfp.units import format_bytes
 
 # Presets of which a device holds part of the parameters and of the activations, the one
 # that needs the least memory first.

@@ -28,14 +28,13 @@ from cfp.cli.options import (
 )
 from cfp.cli.session import check_writable, parse_pins
 from cfp.cluster.on_ray import plan_on_ray
+from cfp.context import dimensions_of
 from cfp.devices.described import Cluster, DescribedMesh, cluster_of, mesh_of
 from cfp.errors import CfpError
-from cfp.planner_settings import dimensions_of
-from cfp.printable import mesh_text
+from cfp.printable import mesh_text, parse_bytes
 from cfp.profiling.store import store_path
 from cfp.settings import Dimension
 from cfp.targets import MICROBATCHES, Target, resolve
-from cfp.units import parse_bytes
 from cfp.view.progress import Display
 
 _ALL = "all"

@@ -23,14 +23,14 @@ import typer
 from typer.core import TyperCommand
 
 from cfp.cli.supervise import Supervision
-from cfp.devices.joining import is_follower
-from cfp.errors import CfpError
-from cfp.plan.plan import Plan
-from cfp.planner_settings import (
+from cfp.context import (
     DetailedSettings,
     PlannerSettings,
     dimensions_of,
 )
+from cfp.devices.joining import is_follower
+from cfp.errors import CfpError
+from cfp.plan.plan import Plan
 from cfp.profiling.in_flight import Limits
 from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Progress

@@ -21,7 +21,7 @@ from cfp.cli.session import analyse, check_writable, target_of
 from cfp.errors import CfpError
 from cfp.plan.placing import other_devices
 from cfp.plan.plan import Plan
-from cfp.units import parse_bytes
+from cfp.printable import parse_bytes
 from cfp.view.console import Rows, print_view, row_of, wrapped
 from cfp.view.progress import Display
 from cfp.view.text import print_plan

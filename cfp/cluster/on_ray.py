@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from cfp.context import DetailedSettings, PlannerSettings
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
-from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.profiling.files import cache_dir
 from cfp.profiling.in_flight import is_late
 from cfp.profiling.record import ProfileRecord

@@ -1,32 +1,25 @@
-"""Estimated costs of segments: memory, what kernels save, moves between them."""
+"""Choices of segments and their costs: memory, what kernels save, moves between."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
-from math import ceil, prod
-
-import jax.numpy as jnp
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, Layout
-from cfp.analysis.strategies import Spec
-from cfp.attention import chunked
+from cfp.analysis.layout import AS_WRITTEN, Choice, Layout, SegmentKernels, Storage
+from cfp.analysis.strategies import Spec, Strategy
 from cfp.attention.kernels import KERNELS, ScoreMemory
 from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import (
-    GATHERED,
-    ROUNDS,
     Match,
     attentions,
     share_at_once,
 )
-from cfp.attention.problem import AttentionProblem
-from cfp.cost.choice import SegmentChoice, layout_of, segment_candidate
-from cfp.cost.fusion import FUSED, is_in_memory, uses_through
 from cfp.cost.memory import (
+    Span,
+    Step,
     accumulated_bytes,
     argument_bytes,
     can_rematerialize,
@@ -35,16 +28,84 @@ from cfp.cost.memory import (
     host_bytes,
     host_results,
     kernel_sites,
+    peak_bytes,
     residuals,
     residuals_under,
     results_beside,
+    spans_of,
+    steps_of,
     value_bytes,
     values_eliminated_by_kernel,
+    working_bytes,
 )
 from cfp.cost.terms import CAUSAL_SHARE, Terms
 from cfp.profiling.rates import Rates
-from cfp.program.graph import Op, Program, dtype_bytes
+from cfp.program.graph import dtype_bytes
 from cfp.settings import HOST_BYTES_PER_MS, LIMITED_MEMORY_AT_LEAST
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentChoice:
+    """A choice for a segment: one strategy per block, one storage mode for all.
+
+    Attributes:
+        estimate_ms: what it is estimated to take; choices that differ in it are equal.
+    """
+
+    strategies: tuple[Strategy, ...]
+    storage: Storage
+    estimate_ms: float = field(default=0.0, compare=False)
+    remat: bool = False
+    kernels: SegmentKernels = AS_WRITTEN
+
+    @property
+    def plain(self) -> SegmentChoice:
+        """The choice without rematerialization; both have one layout."""
+        return replace(self, remat=False) if self.remat else self
+
+    @property
+    def as_written(self) -> SegmentChoice:
+        """The choice without kernels."""
+        return replace(self, kernels=AS_WRITTEN) if self.kernels else self
+
+
+def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> SegmentChoice:
+    """The part of a whole program's choice that concerns one segment."""
+    segment = analysis.segments[index]
+    modes = [choice.storage[g] for g in segment.groups]
+    storage = max(dict.fromkeys(modes), key=modes.count) if modes else Storage.USED
+    strategies = tuple(choice.blocks[b] for b in segment.blocks)
+    kernels = choice.kernels_of(index)
+    remat = index in choice.remat
+    return SegmentChoice(strategies, storage, remat=remat, kernels=kernels)
+
+
+def layout_of(analysis: Analysis, candidates: Mapping[int, SegmentChoice]) -> Layout:
+    """Makes the layout of some segments.
+
+    A segment by itself is laid out with equal neighbours, so that values which cross
+    are sharded as the neighbours read them.
+    """
+    segments, laid_out = analysis.segments, dict[int, SegmentChoice]()
+    if len(candidates) == 1:
+        [(index, candidate)] = candidates.items()
+        kind, near = segments[index].kind, {index - 1, index + 1}
+        alike = (s.index for s in segments if s.index in near and s.kind == kind)
+        laid_out = dict.fromkeys(alike, candidate)
+    laid_out.update(candidates)
+    strategies = {
+        block: strategy
+        for index, candidate in laid_out.items()
+        for block, strategy in zip(
+            segments[index].blocks, candidate.strategies, strict=True
+        )
+    }
+    storage = {
+        group: candidate.storage
+        for index, candidate in candidates.items()
+        for group in segments[index].groups
+    }
+    return Layout(analysis.frame, strategies, storage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,157 +408,3 @@ def _views(maker: Layout, reader: Layout, value: int) -> list[int]:
         return []  # It is stored as it is used.
     users = {user for user, _ in frame.program.users[value] if user in reader.axes}
     return sorted(users & {*frame.groups[group].reads})
-
-
-# ------------------------------------------------------------------------- temporaries
-
-# Ops are gone through in program order. A tensor is in memory from the op that makes it
-# to the last one that reads it: what has memory of its own, and what is kept for the
-# backward pass. A loop needs what it returns, such as the stacked gradients of its
-# layers, and what one iteration does, which may have a forward pass in it that is
-# rematerialized.
-
-# Of one op: the tensors that it makes, and those that are not read after it.
-Step = tuple[Sequence[int], Sequence[int]]
-
-
-def peak_bytes(steps: Iterable[Step], size_of: Callable[[int], int]) -> int:
-    """Computes the largest memory in use at once over some steps.
-
-    Args:
-        size_of: bytes of a tensor on a device; 0 if it is not made.
-    """
-    live = most = 0
-    for made, freed in steps:
-        live += sum(map(size_of, made))
-        most = max(most, live)
-        live -= sum(map(size_of, freed))
-    return most
-
-
-def steps_of(
-    program: Program,
-    ops: Iterable[int],
-    held: Set[int],
-    spans: Sequence[tuple[int, int]] = (),
-) -> list[Step]:
-    """Lists the ops of a segment, or of a loop's body, one after another.
-
-    A loop's results are in memory before its body runs.
-
-    Args:
-        held: tensors that are kept for the backward pass.
-        spans: ranges of op ids that run at once, whose operands stay until the last.
-            Extra memory of the first span is tensor -1, of the second -2.
-    """
-    inside = set(ops)
-    own = [span for span in spans if inside.issuperset(span)]
-    made: dict[int, list[int]] = {op: [] for op in sorted(inside)}
-    freed: dict[int, list[int]] = {op: [] for op in inside}
-    for op in made.keys() - program.leaf_ops:
-        for v in program.ops[op].results:
-            if v in held or is_in_memory(program, v):
-                made[op].append(v)
-                read = max(op, _last_reader(program, v, inside))
-                ends = (last for first, last in own if first <= read <= last)
-                freed[max(ends, default=read)].append(v)
-    for number, (first, last) in enumerate(spans, 1):
-        if (first, last) in own:
-            made[first].append(-number)
-            freed[last].append(-number)
-    steps: list[Step] = []
-    for op, new in made.items():
-        body = program.ops[op].body
-        inner = [other for other in body if program.ops[other].parent == op]
-        steps += [(new, ()), *steps_of(program, inner, held, spans), ((), freed[op])]
-    return [step for step in steps if any(step)]
-
-
-def _last_reader(program: Program, v: int, inside: Set[int]) -> int:
-    """Finds the last op that reads a tensor, also through views."""
-
-    def own(op_id: int) -> int:
-        while op_id >= 0 and op_id not in inside:
-            op_id = program.ops[op_id].parent
-        return op_id
-
-    def is_made_where_it_is_read(op: Op, w: int) -> bool:
-        fuses = op.kind in FUSED and own(op.id) >= 0
-        return fuses and not is_in_memory(program, w)
-
-    uses = uses_through(program, v, is_made_where_it_is_read)
-    return max((own(op.id) for op, _ in uses), default=-1)
-
-
-# ----------------------------------------------------------------- attention in chunks
-
-_FLOAT = 4  # Bytes of a number in float32.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Ops in whose place an attention is computed: from the first to the last.
-
-    Attributes:
-        match: the op by which the attention is known.
-    """
-
-    match: int
-    first: int
-    last: int
-    is_backward: bool
-
-
-def spans_of(program: Program, match: Match) -> list[Span]:
-    """Finds the passes in which a program computes an attention."""
-    spans = []
-    for one in (proved.core for proved in match.passes):
-        readers = [t.use[0] for t in one.reads.values()]
-        makers = [program.values[t.value].producer for t in one.makes.values()]
-        first, last = min(readers + makers), max(makers)
-        span = Span(match=match.op, first=first, last=last, is_backward=one.is_backward)
-        spans.append(span)
-    return spans
-
-
-def working_bytes(
-    problem: AttentionProblem, way: Way, sizes: Mapping[str, int], is_backward: bool
-) -> int:
-    """Computes a device's memory beside the values that a pass reads.
-
-    For the backward pass that is the output, too; gradients, in float32, are counted.
-    """
-
-    def ranks(roles: Iterable[str]) -> int:
-        return prod(sizes[axis] for axis, role in way.roles if role in roles)
-
-    own = jnp.dtype(problem.dtype).itemsize
-    batch = problem.batch / ranks(("batch",))
-    heads, kv_heads = (
-        batch * ceil(n / ranks(("heads",))) for n in (problem.heads, problem.kv_heads)
-    )
-    queries = _whole_chunks(problem.queries / ranks(ROUNDS | GATHERED))
-    keys = _whole_chunks(problem.keys / ranks(ROUNDS))
-    rows, columns = min(queries, chunked.CHUNK), min(keys, chunked.CHUNK)
-    has_loops = max(queries, keys) > chunked.CHUNK
-    scores = heads * rows * columns
-    # Numbers for each query, and for each key.
-    query, key = heads * problem.head_dim, kv_heads * problem.head_dim
-    # Products are in float32, and what products read is in the type of the operands.
-    if not is_backward:
-        chunks = rows * query * (own + _FLOAT) + 2 * columns * key * own
-        needed = scores * (_FLOAT + own) + queries * query * _FLOAT
-        return round(needed + has_loops * chunks)
-    chunks = rows * query * (3 * own + _FLOAT) + 2 * columns * key * (own + _FLOAT)
-    needed = 2 * scores * (_FLOAT + own) + has_loops * chunks
-    needed += queries * query * (own + _FLOAT) + 2 * keys * key * _FLOAT
-    if ranks(ROUNDS) > 1:
-        # The keys and values that follow, and of gradients what arrives and is new.
-        needed += 2 * keys * key * (own + 2 * _FLOAT)
-    return round(needed)
-
-
-def _whole_chunks(tokens: float) -> int:
-    """Rounds a number of tokens up to whole chunks."""
-    whole, chunk = ceil(tokens), chunked.CHUNK
-    return whole if whole <= chunk else ceil(whole / chunk) * chunk

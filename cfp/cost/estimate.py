@@ -17,7 +17,7 @@ from cfp.analysis.layout import Storage
 from cfp.analysis.segments import Segment
 from cfp.analysis.storage import USUAL_STORAGE
 from cfp.analysis.strategies import Spec, Strategy, block_strategies
-from cfp.cost.choice import SegmentChoice
+from cfp.cost.costs import SegmentChoice
 from cfp.cost.terms import BlockTerms, Made, Terms
 
 

@@ -1,4 +1,4 @@
-"""Memory of a program: values that stay throughout, and those for its backward pass.
+"""Memory of a program: what stays throughout, or for the backward pass; temporaries.
 
 A compiler keeps less than a backward pass reads: elementwise work runs again inside the
 fusion that reads it. Results and operands of heavy ops must be in memory, and so must
@@ -7,19 +7,31 @@ arguments.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
-from math import ceil
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from math import ceil, prod
+
+import jax.numpy as jnp
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Frame, Layout, SegmentKernels, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.storage import spec_ways
 from cfp.analysis.strategies import Spec
+from cfp.attention import chunked
 from cfp.attention.matching.functions import Way
-from cfp.attention.matching.matches import Match, attentions, keeps_scores, way_of
-from cfp.cost.fusion import uses_through
+from cfp.attention.matching.matches import (
+    GATHERED,
+    ROUNDS,
+    Match,
+    attentions,
+    keeps_scores,
+    way_of,
+)
+from cfp.attention.problem import AttentionProblem
+from cfp.cost.fusion import FUSED, is_in_memory, uses_through
 from cfp.presets.presets import data_parallel
-from cfp.program.graph import Program, searched_once
+from cfp.program.graph import Op, Program, searched_once
 from cfp.program.rematerialize import CHEAP, makeable, rematerializable
 
 # Of these the reader reads the tensor itself.
@@ -252,3 +264,157 @@ def value_bytes(layout: Layout, v: int, spec: Spec | None = None) -> int:
     spec = spec or layout.read_spec(v) or layout.spec(v) or ()
     size = layout.frame.program.values[v].size_bytes
     return ceil(size / spec_ways(spec, layout.frame.mesh))
+
+
+# ------------------------------------------------------------------------- temporaries
+
+# Ops are gone through in program order. A tensor is in memory from the op that makes it
+# to the last one that reads it: what has memory of its own, and what is kept for the
+# backward pass. A loop needs what it returns, such as the stacked gradients of its
+# layers, and what one iteration does, which may have a forward pass in it that is
+# rematerialized.
+
+# Of one op: the tensors that it makes, and those that are not read after it.
+Step = tuple[Sequence[int], Sequence[int]]
+
+
+def peak_bytes(steps: Iterable[Step], size_of: Callable[[int], int]) -> int:
+    """Computes the largest memory in use at once over some steps.
+
+    Args:
+        size_of: bytes of a tensor on a device; 0 if it is not made.
+    """
+    live = most = 0
+    for made, freed in steps:
+        live += sum(map(size_of, made))
+        most = max(most, live)
+        live -= sum(map(size_of, freed))
+    return most
+
+
+def steps_of(
+    program: Program,
+    ops: Iterable[int],
+    held: Set[int],
+    spans: Sequence[tuple[int, int]] = (),
+) -> list[Step]:
+    """Lists the ops of a segment, or of a loop's body, one after another.
+
+    A loop's results are in memory before its body runs.
+
+    Args:
+        held: tensors that are kept for the backward pass.
+        spans: ranges of op ids that run at once, whose operands stay until the last.
+            Extra memory of the first span is tensor -1, of the second -2.
+    """
+    inside = set(ops)
+    own = [span for span in spans if inside.issuperset(span)]
+    made: dict[int, list[int]] = {op: [] for op in sorted(inside)}
+    freed: dict[int, list[int]] = {op: [] for op in inside}
+    for op in made.keys() - program.leaf_ops:
+        for v in program.ops[op].results:
+            if v in held or is_in_memory(program, v):
+                made[op].append(v)
+                read = max(op, _last_reader(program, v, inside))
+                ends = (last for first, last in own if first <= read <= last)
+                freed[max(ends, default=read)].append(v)
+    for number, (first, last) in enumerate(spans, 1):
+        if (first, last) in own:
+            made[first].append(-number)
+            freed[last].append(-number)
+    steps: list[Step] = []
+    for op, new in made.items():
+        body = program.ops[op].body
+        inner = [other for other in body if program.ops[other].parent == op]
+        steps += [(new, ()), *steps_of(program, inner, held, spans), ((), freed[op])]
+    return [step for step in steps if any(step)]
+
+
+def _last_reader(program: Program, v: int, inside: Set[int]) -> int:
+    """Finds the last op that reads a tensor, also through views."""
+
+    def own(op_id: int) -> int:
+        while op_id >= 0 and op_id not in inside:
+            op_id = program.ops[op_id].parent
+        return op_id
+
+    def is_made_where_it_is_read(op: Op, w: int) -> bool:
+        fuses = op.kind in FUSED and own(op.id) >= 0
+        return fuses and not is_in_memory(program, w)
+
+    uses = uses_through(program, v, is_made_where_it_is_read)
+    return max((own(op.id) for op, _ in uses), default=-1)
+
+
+# ----------------------------------------------------------------- attention in chunks
+
+_FLOAT = 4  # Bytes of a number in float32.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Ops in whose place an attention is computed: from the first to the last.
+
+    Attributes:
+        match: the op by which the attention is known.
+    """
+
+    match: int
+    first: int
+    last: int
+    is_backward: bool
+
+
+def spans_of(program: Program, match: Match) -> list[Span]:
+    """Finds the passes in which a program computes an attention."""
+    spans = []
+    for one in (proved.core for proved in match.passes):
+        readers = [t.use[0] for t in one.reads.values()]
+        makers = [program.values[t.value].producer for t in one.makes.values()]
+        first, last = min(readers + makers), max(makers)
+        span = Span(match=match.op, first=first, last=last, is_backward=one.is_backward)
+        spans.append(span)
+    return spans
+
+
+def working_bytes(
+    problem: AttentionProblem, way: Way, sizes: Mapping[str, int], is_backward: bool
+) -> int:
+    """Computes a device's memory beside the values that a pass reads.
+
+    For the backward pass that is the output, too; gradients, in float32, are counted.
+    """
+
+    def ranks(roles: Iterable[str]) -> int:
+        return prod(sizes[axis] for axis, role in way.roles if role in roles)
+
+    own = jnp.dtype(problem.dtype).itemsize
+    batch = problem.batch / ranks(("batch",))
+    heads, kv_heads = (
+        batch * ceil(n / ranks(("heads",))) for n in (problem.heads, problem.kv_heads)
+    )
+    queries = _whole_chunks(problem.queries / ranks(ROUNDS | GATHERED))
+    keys = _whole_chunks(problem.keys / ranks(ROUNDS))
+    rows, columns = min(queries, chunked.CHUNK), min(keys, chunked.CHUNK)
+    has_loops = max(queries, keys) > chunked.CHUNK
+    scores = heads * rows * columns
+    # Numbers for each query, and for each key.
+    query, key = heads * problem.head_dim, kv_heads * problem.head_dim
+    # Products are in float32, and what products read is in the type of the operands.
+    if not is_backward:
+        chunks = rows * query * (own + _FLOAT) + 2 * columns * key * own
+        needed = scores * (_FLOAT + own) + queries * query * _FLOAT
+        return round(needed + has_loops * chunks)
+    chunks = rows * query * (3 * own + _FLOAT) + 2 * columns * key * (own + _FLOAT)
+    needed = 2 * scores * (_FLOAT + own) + has_loops * chunks
+    needed += queries * query * (own + _FLOAT) + 2 * keys * key * _FLOAT
+    if ranks(ROUNDS) > 1:
+        # The keys and values that follow, and of gradients what arrives and is new.
+        needed += 2 * keys * key * (own + 2 * _FLOAT)
+    return round(needed)
+
+
+def _whole_chunks(tokens: float) -> int:
+    """Rounds a number of tokens up to whole chunks."""
+    whole, chunk = ceil(tokens), chunked.CHUNK
+    return whole if whole <= chunk else ceil(whole / chunk) * chunk

@@ -18,15 +18,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cfp.analysis.analyze import Analysis, analyze, resolve_pins
-from cfp.context import PlanContext, open_context
+from cfp.context import PlanContext, PlannerSettings, open_context
 from cfp.devices.described import DescribedMesh, slice_of
-from cfp.planner_settings import PlannerSettings
+from cfp.printable import parse_bytes
 from cfp.profiling.key import environment_parts
 from cfp.program.graph import PARTITIONED
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import Lowering, planning_mesh, trace
 from cfp.search.requests import Profiles
-from cfp.units import parse_bytes
 
 Pins = Mapping[str, PartitionSpec | NamedSharding | str]
 

@@ -17,7 +17,7 @@ from cfp.analysis.segments import Segment, group_readers
 from cfp.analysis.storage import even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
 from cfp.analysis.work import long_branches, uncounted_loops
-from cfp.cost.choice import segment_candidate
+from cfp.cost.costs import segment_candidate
 from cfp.cost.terms import transition
 from cfp.plan.parts import (
     INDIVISIBLE,

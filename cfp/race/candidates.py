@@ -8,8 +8,7 @@ from functools import cache
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import AS_WRITTEN, Choice, SegmentKernels
-from cfp.cost.choice import SegmentChoice, segment_candidate
-from cfp.cost.costs import Costs
+from cfp.cost.costs import Costs, SegmentChoice, segment_candidate
 from cfp.presets.presets import BY_HAND, FROM_ARGUMENTS
 from cfp.profiling.rates import Rates
 from cfp.search.choices import kernel_variants, picks_of, whole_choice

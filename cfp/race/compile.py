@@ -11,7 +11,7 @@ from itertools import count
 from jax.sharding import Mesh
 
 from cfp.devices.described import DescribedMesh
-from cfp.devices.elsewhere import build_elsewhere
+from cfp.printable import waiting_text
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build
 from cfp.profiling.compile_pool import default_threads
 from cfp.profiling.in_flight import InFlight, settle
@@ -28,7 +28,6 @@ from cfp.race.programs import (
     is_compiled_too_large,
 )
 from cfp.settings import TUNED_FIRST, TUNING_AT_ONCE
-from cfp.units import waiting_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +72,8 @@ class Builder:
         if isinstance(mesh, Mesh):
             kept = BuildEnvironment.beside(self.store.path)
             return build(program, mesh, one.job, kept)
+        from cfp.devices.elsewhere import build_elsewhere
+
         limit = self.options.limits.build_seconds
         return build_elsewhere(program, mesh, one.job, limit)
 

@@ -11,13 +11,13 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import SegmentKernels
 from cfp.fields import Count, Rung, Time, Words
+from cfp.printable import format_bytes
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.record import STATUSES, Collective, CompiledBytes, ProfileRecord
 from cfp.program.graph import Program
 from cfp.search.jobs import whole_job
 from cfp.solution import Candidate, Solution
-from cfp.units import format_bytes
 
 # Why a candidate is not compiled, or not timed.
 TOO_LATE = "not compiled, since the time was over"

@@ -18,14 +18,13 @@ from cfp.cost.memory import (
     value_bytes,
 )
 from cfp.errors import CfpError, MemoryBudgetError
-from cfp.printable import merged_name
+from cfp.printable import format_bytes, merged_name
 from cfp.profiling.record import CompiledBytes
 from cfp.race.programs import RaceResult
 from cfp.race.remembered import choice_of
 from cfp.search.choices import whole_choice
 from cfp.search.problem import Problem
 from cfp.search.solver import leanest, solve
-from cfp.units import format_bytes
 
 _NUMBER = re.compile(r"\d+")
 _MOST_NAMED = 4

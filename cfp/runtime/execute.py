@@ -24,7 +24,7 @@ from cfp.attention.matching.functions import NAME, Way
 from cfp.attention.matching.matches import attentions, refusal_of, replacements
 from cfp.devices.joining import is_follower
 from cfp.errors import PlanMismatch
-from cfp.printable import counted
+from cfp.printable import clock_text, counted
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiler_options import UNTUNED
 from cfp.profiling.key import GPU_PLATFORMS, environment_parts
@@ -48,7 +48,6 @@ from cfp.program.step import FlatStep
 from cfp.program.trace import Alarm, Lowering, exported, lower_step, read_lowering
 from cfp.program.widen import widened
 from cfp.runtime.executables import Executables, ReusableExecutable
-from cfp.units import clock_text
 
 _T = TypeVar("_T")
 

@@ -19,7 +19,7 @@ from cfp.analysis.storage import USUAL_STORAGE
 from cfp.analysis.strategies import Strategy
 from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import attentions, refusal_of, way_of
-from cfp.cost.choice import SegmentChoice, layout_of, segment_candidate
+from cfp.cost.costs import SegmentChoice, layout_of, segment_candidate
 from cfp.cost.estimate import SegmentEstimate, estimate_segment
 from cfp.cost.terms import Terms
 from cfp.presets.presets import PRESETS, PROPAGATED, REPLICATED, plainest

@@ -13,8 +13,7 @@ from itertools import pairwise
 from statistics import median
 
 from cfp.analysis.layout import Choice
-from cfp.cost.choice import SegmentChoice
-from cfp.cost.costs import Costs
+from cfp.cost.costs import Costs, SegmentChoice
 from cfp.cost.estimate import SegmentEstimate
 from cfp.search.choices import first_candidates, preset_parts
 from cfp.search.problem import Option, Problem

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cfp.cost.choice import SegmentChoice
+from cfp.cost.costs import SegmentChoice
 from cfp.profiling.builder import Job
 from cfp.profiling.measurer import Measurer
 from cfp.profiling.record import ProfileRecord

@@ -19,7 +19,7 @@ from cfp.analysis.layout import (
 from cfp.analysis.storage import even_spec
 from cfp.analysis.strategies import Spec
 from cfp.attention.matching.matches import replacements
-from cfp.cost.choice import SegmentChoice, layout_of
+from cfp.cost.costs import SegmentChoice, layout_of
 from cfp.cost.memory import kernel_sites, turning_point
 from cfp.presets.presets import activations
 from cfp.printable import mesh_text

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cfp.cost.choice import SegmentChoice
+from cfp.cost.costs import SegmentChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

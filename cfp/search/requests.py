@@ -15,8 +15,7 @@ from typing import Any
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, SegmentKernels
-from cfp.cost.choice import SegmentChoice, segment_candidate
-from cfp.cost.costs import Costs
+from cfp.cost.costs import Costs, SegmentChoice, segment_candidate
 from cfp.cost.estimate import SegmentEstimate
 from cfp.errors import CfpError
 from cfp.profiling.builder import Job

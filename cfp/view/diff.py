@@ -7,8 +7,7 @@ from collections import Counter
 from cfp.analysis.strategies import Spec
 from cfp.plan.parts import Detail, roles_text
 from cfp.plan.plan import Plan
-from cfp.printable import merged_alike, mesh_text
-from cfp.units import format_bytes
+from cfp.printable import format_bytes, merged_alike, mesh_text
 from cfp.view import words
 from cfp.view.console import wrapped
 from cfp.view.rows import merged_moves

@@ -16,7 +16,7 @@ from cfp.attention.matching.matches import (
     was_searched,
     way_of,
 )
-from cfp.cost.choice import SegmentChoice, segment_candidate
+from cfp.cost.costs import SegmentChoice, segment_candidate
 from cfp.plan.describe import axis_roles, sharded_kernels
 from cfp.plan.figures import (
     AlikeBlocks,

@@ -14,10 +14,9 @@ from cfp.analysis.layout import program_flops
 from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.plan.describe import op_text
-from cfp.printable import counted
+from cfp.printable import counted, format_bytes, format_flops
 from cfp.profiling.rates import Rates, sent_share
 from cfp.search.requests import Profiles
-from cfp.units import format_bytes, format_flops
 from cfp.view.console import Row, Rows, row_of, sheet
 from cfp.view.words import STRATEGIES
 

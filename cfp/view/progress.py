@@ -15,10 +15,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from cfp.context import PlannerSettings
 from cfp.devices.joining import is_follower
-from cfp.planner_settings import PlannerSettings
+from cfp.printable import clock_text, waiting_text
 from cfp.profiling.tasks import Progress
-from cfp.units import clock_text, waiting_text
 from cfp.view.console import literal_console
 
 # How often to see whether a plain line is due.

@@ -16,11 +16,10 @@ from cfp.plan.figures import (
     WorthFigures,
 )
 from cfp.plan.plan import Plan
-from cfp.printable import counted, merged_alike
+from cfp.printable import counted, format_bytes, merged_alike
 from cfp.program.fp8 import TAKEN
 from cfp.search.requests import UNMEASURED_STRATEGIES
 from cfp.settings import Dimension
-from cfp.units import format_bytes
 from cfp.view import words
 from cfp.view.words import few
 

@@ -11,11 +11,10 @@ from operator import itemgetter
 
 from cfp.plan.parts import MoveFigure, PlanRow, PlanSegment, TensorFigure, roles_text
 from cfp.plan.plan import Plan
-from cfp.printable import counted, merged_name, span_text
+from cfp.printable import counted, format_bytes, merged_name, span_text
 from cfp.profiling.timing import interquartile_range
 from cfp.race.programs import RaceRow
 from cfp.settings import ALIKE
-from cfp.units import format_bytes
 from cfp.view import words
 from cfp.view.console import Rows, row_of
 

@@ -7,8 +7,7 @@ from math import prod
 
 from cfp.devices.device_kind import kind_of
 from cfp.plan.plan import Plan
-from cfp.printable import counted
-from cfp.units import format_flops
+from cfp.printable import counted, format_flops
 from cfp.view.words import runs_whole
 
 # Rates of a kind of device that are not of what their types say; see its file.

@@ -10,8 +10,7 @@ from cfp.devices.device_kind import kind_of
 from cfp.plan.figures import VARIANTS_SECONDS, StrategyFigures
 from cfp.plan.parts import MoveFigure, PlanSegment, TensorFigure, roles_text, shape_of
 from cfp.plan.plan import Plan
-from cfp.printable import counted, mesh_text
-from cfp.units import format_bytes
+from cfp.printable import counted, format_bytes, mesh_text
 
 REMATERIALIZED = "rematerialized"
 STORAGE_WORDS = {

@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 
 import cfp
-from cfp.context import _rules
+from cfp.context import DetailedSettings, _rules
 from cfp.models import build
 from cfp.passes.analyze import analyze_step
-from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import PRESETS, PROPAGATED, named_choices
 from cfp.program.step import flatten_step
 from cfp.search.jobs import constraints_of

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import cfp
-from cfp.planner_settings import PlannerSettings
+from cfp.context import PlannerSettings
 from cfp.program.graph import path_matches
 from cfp_test.support.covering import at_night
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import cfp
-from cfp.planner_settings import DetailedSettings
+from cfp.context import DetailedSettings
 from cfp.profiling.key import environment_parts
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.graph import path_matches

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cfp
-from cfp.planner_settings import DetailedSettings
+from cfp.context import DetailedSettings
 from cfp.profiling.store import ProfileStore, store_path
 
 MEASURING = DetailedSettings(

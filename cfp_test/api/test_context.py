@@ -4,8 +4,7 @@ import jax
 import pytest
 
 import cfp
-from cfp.context import _rules
-from cfp.planner_settings import DetailedSettings
+from cfp.context import DetailedSettings, _rules
 from cfp.settings import ConstraintLevel, defaults_of
 
 EVERY = tuple(ConstraintLevel)

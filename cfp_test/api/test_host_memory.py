@@ -10,14 +10,14 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import cfp
-from cfp.analysis.analyze import analyze
-from cfp.analysis.host_state import enough_state, movable_state
+from cfp.analysis.analyze import analyze, enough_state, movable_state
 from cfp.analysis.layout import lay_out
 from cfp.checking.check import Check
 from cfp.checking.reference import both_sides
+from cfp.context import DetailedSettings
 from cfp.cost.memory import host_bytes
-from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
+from cfp.printable import format_bytes
 from cfp.program.shardy import (
     main_function,
     memory_of_move,
@@ -26,7 +26,6 @@ from cfp.program.shardy import (
 )
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
 

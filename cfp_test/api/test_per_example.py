@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cfp
-from cfp.planner_settings import DetailedSettings
+from cfp.context import DetailedSettings
 from cfp_test.support.checking import difference, make_mesh
 from cfp_test.support.covering import at_night
 

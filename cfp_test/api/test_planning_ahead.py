@@ -16,13 +16,13 @@ import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.storage import Storage
 from cfp.checking.verify import verified_data, verified_text, verify
+from cfp.context import DetailedSettings
 from cfp.errors import CfpError, MemoryBudgetError, PlanMismatch
-from cfp.planner_settings import DetailedSettings
+from cfp.printable import format_bytes
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import TOO_LATE
 from cfp.settings import ConstraintLevel
-from cfp.units import format_bytes
 from cfp.view.text import plan_text
 from cfp.view.words import VERIFIED
 from cfp_test.api.updown import SHAPES, arguments, step

@@ -11,17 +11,17 @@ import pytest
 import cfp
 from cfp import api
 from cfp import variants as turns
+from cfp.context import DetailedSettings
 from cfp.errors import (
     CfpError,
     MemoryBudgetError,
     StepNotTraceable,
 )
 from cfp.plan.figures import GIVEN_SECONDS
-from cfp.planner_settings import DetailedSettings
 from cfp.platform import mesh_shapes
+from cfp.printable import format_bytes
 from cfp.race import turns as racing
 from cfp.solution import Estimate
-from cfp.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
 

@@ -17,9 +17,8 @@ from cfp.attention.problem import AttentionProblem
 from cfp.checking.check import Check
 from cfp.checking.reference import both_sides
 from cfp.checking.verify import verify
-from cfp.context import open_context
+from cfp.context import DetailedSettings, open_context
 from cfp.passes.analyze import analyze_step
-from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfp.errors import CfpError
-from cfp.units import format_bytes, format_flops, parse_bytes
+from cfp.printable import format_bytes, format_flops, parse_bytes
 
 AMOUNTS = st.integers(1, 2**45)
 

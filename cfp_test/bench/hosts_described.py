@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 import cfp
-from cfp.planner_settings import PlannerSettings
+from cfp.context import PlannerSettings
 from cfp.targets import resolve
 from cfp_test.bench.tpu_described import words_of
 

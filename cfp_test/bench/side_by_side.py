@@ -49,14 +49,13 @@ from alpa_test.handwritten.step import ShardedStep, shard_largest, shard_step
 from alpa_test.handwritten.tables import TABLES
 from cfp import platform
 from cfp.cli.session import Session
-from cfp.context import open_context
+from cfp.context import PlannerSettings, open_context
 from cfp.errors import MemoryBudgetError
 from cfp.models import initialise
 from cfp.models.layers import attending_by
 from cfp.models.options import Scalar
 from cfp.passes.profile import profile
 from cfp.passes.search import search
-from cfp.planner_settings import PlannerSettings
 from cfp.presets.presets import DATA_PARALLEL, presets
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.key import environment_parts

@@ -42,7 +42,7 @@ import jax
 import numpy as np
 
 import cfp
-from cfp.planner_settings import DetailedSettings
+from cfp.context import DetailedSettings
 from cfp.profiling.tasks import Progress
 from cfp_test.bench.commit import commit
 from cfp_test.support.steps import (

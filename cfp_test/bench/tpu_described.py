@@ -18,9 +18,9 @@ from typing import Any
 import jax
 
 import cfp
+from cfp.context import PlannerSettings
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError
-from cfp.planner_settings import PlannerSettings
 from cfp.targets import resolve
 
 GPT = "gpt --scan --layers 4 --hidden 2048 --heads 16 --seq 1024 --vocab 32768"

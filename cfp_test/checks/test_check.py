@@ -31,8 +31,8 @@ from cfp.checking.reference import (
 )
 from cfp.checking.trial import Trial, run_trial
 from cfp.cli.running import check_text
+from cfp.context import PlannerSettings
 from cfp.errors import CfpError, StepNotTraceable
-from cfp.planner_settings import PlannerSettings
 from cfp.profiling.compiler_options import MEMORY_SHARE
 from cfp.program.memory import memory_kind
 from cfp.program.step import flatten_step

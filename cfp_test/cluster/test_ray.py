@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh
 from cfp.cluster import on_ray as planning
 from cfp.cluster.on_ray import connected
 from cfp.cluster.on_ray import plan_step
-from cfp.planner_settings import DetailedSettings
+from cfp.context import DetailedSettings
 from cfp_test.support.injected import hold_times
 from cfp_test.cli.toy_targets import toy
 

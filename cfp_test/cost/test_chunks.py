@@ -14,8 +14,8 @@ from cfp.attention import chunked
 from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import attentions
 from cfp.attention.problem import AttentionProblem
-from cfp.cost.choice import segment_candidate
-from cfp.cost.costs import Costs, working_bytes
+from cfp.cost.costs import Costs, segment_candidate
+from cfp.cost.memory import working_bytes
 from cfp.presets.presets import presets
 from cfp.presets.roles import axis_walk
 from cfp.profiling.builder import BuildEnvironment, Built, build

@@ -11,8 +11,7 @@ import pytest
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Storage
-from cfp.cost.choice import segment_candidate
-from cfp.cost.costs import Costs
+from cfp.cost.costs import Costs, segment_candidate
 from cfp.cost.terms import Terms
 from cfp.presets.presets import presets
 from cfp.program.step import flatten_step

@@ -8,7 +8,7 @@ import pytest
 
 import cfp
 from cfp import models
-from cfp.cost.choice import segment_candidate
+from cfp.cost.costs import segment_candidate
 from cfp.cost.estimate import _pair_ms
 from cfp.cost.terms import Terms
 from cfp.presets.presets import presets

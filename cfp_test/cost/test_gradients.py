@@ -6,7 +6,7 @@ import pytest
 
 from cfp import models
 from cfp.analysis.analyze import analyze
-from cfp.cost.choice import segment_candidate
+from cfp.cost.costs import segment_candidate
 from cfp.cost.terms import Terms
 from cfp.presets.presets import presets
 from cfp.program.step import flatten_step

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from cfp.analysis.analyze import analyze
-from cfp.cost.choice import segment_candidate
-from cfp.cost.costs import Costs
+from cfp.cost.costs import Costs, segment_candidate
 from cfp.cost.memory import residuals
 from cfp.presets.presets import presets
 from cfp.profiling.builder import Built, build

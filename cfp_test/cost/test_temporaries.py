@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from cfp.analysis.analyze import analyze
-from cfp.cost.choice import segment_candidate
-from cfp.cost.costs import Costs, peak_bytes, steps_of
+from cfp.cost.costs import Costs, segment_candidate
 from cfp.cost.fusion import is_in_memory, summed_in_two_orders
+from cfp.cost.memory import peak_bytes, steps_of
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.rates import Rates

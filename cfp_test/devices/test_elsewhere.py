@@ -16,8 +16,8 @@ from cfp.devices import elsewhere
 from cfp.devices.described import slice_of
 from cfp.devices.device_kind import kind
 from cfp.errors import CfpError
+from cfp.printable import format_bytes
 from cfp.profiling.hlo import collectives_in
-from cfp.units import format_bytes
 from cfp_test.support.checking import make_mesh
 
 needs_libtpu = pytest.mark.skipif(
@@ -73,7 +73,7 @@ def test_a_missing_compiler_is_named_with_the_command(monkeypatch, tmp_path):
 def test_a_compiler_that_dies_is_a_record(monkeypatch, tmp_path):
     """So is one that takes too long: the plan has the next one, or says why."""
     monkeypatch.setattr(elsewhere, "check_compiler", lambda kind: None)
-    monkeypatch.setattr("cfp.context.check_compiler", lambda kind: None)
+    monkeypatch.setattr("cfp.devices.elsewhere.check_compiler", lambda kind: None)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(cfp.CfpError, match="the compiler ended with"):
         planned("v5e:2x4", tmp_path)

@@ -23,7 +23,7 @@ PLAN = """
 import json, sys
 import jax
 import cfp
-from cfp.planner_settings import DetailedSettings
+from cfp.context import DetailedSettings
 from cfp.profiling.in_flight import Limits
 from cfp_test.cli.toy_targets import toy
 

@@ -15,10 +15,10 @@ import numpy as np
 import cfp
 from cfp.analysis.layout import Choice, lay_out
 from cfp.attention.kernels import KERNELS
+from cfp.context import DetailedSettings
 from cfp.errors import CfpError
 from cfp.models import build, initialise
 from cfp.plan.plan import Plan
-from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.runtime.execute import CompiledStep
 from cfp.search.jobs import constraints_of

@@ -14,11 +14,12 @@ import jax
 import numpy as np
 
 import cfp
+from cfp.context import DetailedSettings
 from cfp.errors import MemoryBudgetError
 from cfp.models import build
 from cfp.plan.plan import Plan
-from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import PRESETS, presets
+from cfp.printable import format_bytes
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
@@ -26,7 +27,6 @@ from cfp.profiling.store import ProfileStore, store_path
 from cfp.race.programs import RaceRow
 from cfp.runtime.execute import CompiledStep
 from cfp.settings import ConstraintLevel
-from cfp.units import format_bytes
 from cfp_test.gpu.equal import compile_choice, subject_of
 from cfp_test.gpu.place import Failed, Place
 from cfp_test.random_steps.check import Subject

@@ -28,15 +28,14 @@ from cfp.cli.planning import search_stored
 from cfp.cli.session import Session, analyse, dump_session
 from cfp.cli.supervise import Supervision
 from cfp.cluster.doctor import shows_nvidia
-from cfp.context import open_context
+from cfp.context import PlannerSettings, open_context
 from cfp.errors import CfpError
 from cfp.models import find
 from cfp.passes.profile import profile
-from cfp.planner_settings import PlannerSettings
+from cfp.printable import parse_bytes
 from cfp.profiling.store import store_path
 from cfp.search.requests import MeasurementRequest
 from cfp.targets import model_target
-from cfp.units import parse_bytes
 from cfp.view.passes import search_space, strategy_numbers
 from cfp.view.progress import Display
 from cfp.view.text import plan_text

@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import lay_out
+from cfp.context import PlannerSettings
 from cfp.models import build
-from cfp.planner_settings import PlannerSettings
 from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step

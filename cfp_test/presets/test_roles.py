@@ -10,9 +10,9 @@ import cfp
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.strategies import AxisChoice, describe
+from cfp.context import PlannerSettings
 from cfp.plan.describe import axis_roles
 from cfp.plan.parts import Detail, Role, roles_text
-from cfp.planner_settings import PlannerSettings
 from cfp.presets.roles import axis_walk, data_arguments
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import lay_out
+from cfp.context import DetailedSettings
 from cfp.cost.memory import argument_bytes
-from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.program.constrain import Constraints
 from cfp.program.part import cut_part, lower_part

@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import program_flops
+from cfp.context import DetailedSettings
 from cfp.errors import StepNotTraceable
 from cfp.plan.parts import NOT_CHOSEN
-from cfp.planner_settings import DetailedSettings
 from cfp.program import partitioned
 from cfp.program.constrain import Constraints, constrain
 from cfp.program.step import flatten_step

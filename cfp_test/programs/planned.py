@@ -20,9 +20,9 @@ from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import NONE
 from cfp.api import run_passes
 from cfp.checking.check import ROUNDING_MARGIN, nudge
+from cfp.context import DetailedSettings
 from cfp.passes.analyze import PlanOptions, analyze_step
 from cfp.plan.parts import Detail, roles_text
-from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import trace

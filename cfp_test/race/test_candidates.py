@@ -9,9 +9,8 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
-from cfp.context import MemoryBudget
-from cfp.cost.choice import segment_candidate
-from cfp.planner_settings import DetailedSettings
+from cfp.context import DetailedSettings, MemoryBudget
+from cfp.cost.costs import segment_candidate
 from cfp.presets.presets import PROPAGATED, presets
 from cfp.profiling.compiler_options import MEMORY_SHARE
 from cfp.profiling.key import ProfileKey

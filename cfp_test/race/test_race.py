@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 import cfp
-from cfp.context import MemoryBudget
-from cfp.planner_settings import DetailedSettings
+from cfp.context import DetailedSettings, MemoryBudget
 from cfp.presets.presets import PRESETS
 from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.race import compile as building

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cfp
-from cfp.planner_settings import DetailedSettings
+from cfp.context import DetailedSettings
 from cfp.profiling.overwritten import compile_right
 from cfp.program.constrain import Constraints
 from cfp_test.support.covering import at_night

@@ -10,7 +10,7 @@ import pytest
 
 import cfp
 from cfp.analysis.analyze import analyze
-from cfp.planner_settings import DetailedSettings
+from cfp.context import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore

@@ -12,6 +12,7 @@ from cfp.analysis.analyze import Analysis, analyze
 from cfp.analysis.layout import Choice, Storage
 from cfp.cost.memory import can_rematerialize
 from cfp.presets.presets import preset
+from cfp.printable import format_bytes
 from cfp.profiling.record import ProfileRecord
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
@@ -20,7 +21,6 @@ from cfp.race.shortage import RESERVE, RESULTS, largest_text, no_winner
 from cfp.search.jobs import whole_job
 from cfp.settings import defaults_of
 from cfp.solution import Candidate
-from cfp.units import format_bytes
 from cfp_test.program.stacks import stack_step
 from cfp_test.race.results import result_of
 

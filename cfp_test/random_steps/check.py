@@ -18,9 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import lay_out
 from cfp.api import run_passes
+from cfp.context import DetailedSettings
 from cfp.errors import CfpError, MemoryBudgetError
 from cfp.passes.analyze import Analyzed, PlanOptions, analyze_step
-from cfp.planner_settings import DetailedSettings
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.overwritten import compile_right
 from cfp.program.constrain import Constraints, constrain, partition_spec

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from cfp.analysis.layout import Storage
-from cfp.cost.choice import SegmentChoice
+from cfp.cost.costs import SegmentChoice
 from cfp.search.problem import Option, Problem
 
 MIB = 2**20

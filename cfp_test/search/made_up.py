@@ -3,7 +3,7 @@
 import random
 
 from cfp.analysis.analyze import analyze
-from cfp.cost.choice import segment_candidate
+from cfp.cost.costs import segment_candidate
 from cfp.presets.presets import presets
 from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step

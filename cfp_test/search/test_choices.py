@@ -9,8 +9,7 @@ import pytest
 from cfp import models
 from cfp.analysis.layout import Storage
 from cfp.analysis.storage import USUAL_STORAGE
-from cfp.cost.choice import SegmentChoice, segment_candidate
-from cfp.cost.costs import Costs
+from cfp.cost.costs import Costs, SegmentChoice, segment_candidate
 from cfp.presets.presets import PRESETS, presets
 from cfp.search.choices import (
     leading_presets,

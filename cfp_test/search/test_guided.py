@@ -10,8 +10,7 @@ import pytest
 from cfp import models
 from cfp.analysis.layout import Storage
 from cfp.analysis.storage import USUAL_STORAGE
-from cfp.cost.choice import SegmentChoice
-from cfp.cost.costs import Costs
+from cfp.cost.costs import Costs, SegmentChoice
 from cfp.errors import CfpError
 from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord

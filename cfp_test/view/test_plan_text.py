@@ -15,6 +15,7 @@ import cfp
 from cfp.analysis.analyze import analyze, build_frame
 from cfp.analysis.layout import lay_out
 from cfp.cli.options import save
+from cfp.context import DetailedSettings
 from cfp.plan.describe import whole_ops
 from cfp.plan.figures import (
     GIVEN_SECONDS,
@@ -25,7 +26,6 @@ from cfp.plan.figures import (
     WorthFigures,
 )
 from cfp.plan.parts import Role
-from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.profiling.compiler_options import MEMORY_SHARE
 from cfp.profiling.rates import Rates

@@ -7,12 +7,11 @@ import pytest
 
 import cfp
 from cfp.analysis.layout import Storage
-from cfp.context import open_context
+from cfp.context import PlannerSettings, open_context
 from cfp.models import build
 from cfp.passes.analyze import analyze_step
 from cfp.passes.profile import profile
 from cfp.passes.search import search
-from cfp.planner_settings import PlannerSettings
 from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.solution import Candidate

@@ -11,7 +11,8 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, isfinite
@@ -31,7 +32,7 @@ from cfp.passes.profile import estimate
 from cfp.plan.figures import GIVEN_SECONDS, UNPLANNED, VARIANTS_SECONDS, VariantFigures
 from cfp.plan.plan import Plan
 from cfp.printable import format_bytes, parse_bytes
-from cfp.profiling.builder import BuildEnvironment, Job
+from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.coordination import Coordination, check_alike, coordinated, leading
 from cfp.profiling.followers import follow
 from cfp.profiling.key import alike_parts, environment_parts
@@ -41,13 +42,12 @@ from cfp.program.graph import Program
 from cfp.program.meaning import check_settings, unchecked
 from cfp.program.memory import has_host_memory
 from cfp.program.step import FlatStep
-from cfp.race.compile import Builder
-from cfp.race.programs import RaceProgram, RaceResult, race_row
+from cfp.race.programs import RaceProgram, RaceResult, programs_of, race_row
+from cfp.race.race import Race
 from cfp.race.shortage import least_short
 from cfp.race.turns import race_programs
-from cfp.search.jobs import whole_job
 from cfp.settings import ESTIMATES_SHARE, HOST_BYTES_PER_MS, Dimension, defaults_of
-from cfp.solution import Estimate
+from cfp.solution import Estimate, Solution
 from cfp.view.progress import shown
 
 now = time.monotonic  # Of the time that all variants share.
@@ -143,13 +143,6 @@ class _Tried:
     found: FoundPlan | None = None
     error: CfpError | None = None
     note: str = ""
-    seconds: float = 0.0
-
-    @property
-    def lacks(self) -> MemoryBudgetError:
-        """The error of a variant that does not fit in memory."""
-        assert isinstance(self.error, MemoryBudgetError)
-        return self.error
 
     @property
     def rank(self) -> tuple[bool, float]:
@@ -157,66 +150,63 @@ class _Tried:
         known = self.estimate
         return (not known.fits, known.time_ms) if known else (True, inf)
 
+    def figures(self, times: Mapping[str, float | None], best: str) -> VariantFigures:
+        """The figures of a variant beside the best."""
+        return VariantFigures(
+            name=self.variant.name,
+            step_ms=times.get(self.variant.name),
+            estimated_ms=self.estimate and self.estimate.time_ms,
+            note=(self.note or str(self.error or "")).partition("\n")[0],
+            taken=self.variant.name == best,
+        )
 
+
+@dataclass(slots=True)
 class _Planning:
     """Plans variants in turn, in the time that all of them share."""
 
-    def __init__(
-        self,
-        run_passes: RunPasses,
-        variants: Sequence[Variant],
-        options: PlanOptions,
-        leaner: Callable[[], Iterable[Variant]],
-    ) -> None:
-        self.run_passes, self.leaner = run_passes, leaner
-        self.variants, self.options = variants, options
-        self.began, self.seconds = now(), options.settings.seconds
-        self.known: dict[str, Analyzed] = {}
-        self.broken: dict[int, StepNotTraceable] = {}
+    run_passes: RunPasses
+    variants: Sequence[Variant]
+    options: PlanOptions
+    leaner: Callable[[], Iterable[Variant]]
+    began: float = field(default_factory=lambda: now())
+    known: dict[str, Analyzed] = field(default_factory=dict)
+    broken: dict[int, StepNotTraceable] = field(default_factory=dict)
 
-    def is_over(self, share: float = 1.0) -> bool:
-        """True if a share of the time is over."""
-        return now() - self.began >= share * self.seconds
+    @property
+    def seconds(self) -> float:
+        """The time of all variants together."""
+        return self.options.settings.seconds
+
+    def left(self, share: float = 1.0) -> float:
+        """Seconds that are left of a share of the time."""
+        return max(0.0, self.began + share * self.seconds - now())
 
     def fastest(self) -> Fastest:
         """Plans the best, races their plans, and completes that of the fastest."""
         tried = self.tried()
         found = {one.variant.name: one.found for one in tried if one.found}
-        plans = {name: one.plan for name, one in found.items()}
         measured = {n: f for n, f in found.items() if f.plan.measured_ms is not None}
-        # A measured time beats all predictions.
-        times = {name: one.plan.measured_ms for name, one in measured.items()}
-        times = times or {name: one.predicted_ms for name, one in plans.items()}
-        is_raced = False
-        if len(measured) > 1 and not self.is_over():
-            results = self.raced(measured)
-            # A race that skipped a variant does not decide.
-            late = any(one.is_skipped for one in results.values())
-            raced = {n: r.time_ms for n, r in results.items() if isfinite(r.time_ms)}
-            if is_raced := bool(raced) and not late:
-                times = raced
-                for one in tried:
-                    if result := results.get(one.variant.name):
-                        one.note = race_row(result).note
-        best = min(plans, key=lambda name: times.get(name) or inf)
-        took = {VARIANTS_SECONDS: now() - self.began} if len(tried) > 1 else {}
-        given = {GIVEN_SECONDS: self.seconds} if isfinite(self.seconds) else {}
-        plan = replace(plans[best], search={**plans[best].search, **took, **given})
-        if len(tried) > 1 and plan.figures is not None:
-            variants = tuple(
-                VariantFigures(
-                    name=name,
-                    step_ms=times.get(name),
-                    estimated_ms=one.estimate and one.estimate.time_ms,
-                    note=(one.note or str(one.error or "")).partition("\n")[0],
-                    taken=name == best,
-                )
-                for one in tried
-                for name in [one.variant.name]
-            )
-            figures = replace(plan.figures, variants=variants, variants_raced=is_raced)
-            plan = replace(plan, figures=figures)
-        return Fastest(name=best, plan=plan)
+        raced = self.raced(measured) if len(measured) > 1 and self.left() else {}
+        # A measured time beats all predictions, and those of one race all others.
+        times = {name: one.time_ms for name, one in raced.items() if one.ran}
+        times = times or {name: one.plan.measured_ms for name, one in measured.items()}
+        times = times or {name: one.plan.predicted_ms for name, one in found.items()}
+        for one in tried:
+            if result := raced.get(one.variant.name):
+                one.note = race_row(result).note
+        best = min(found, key=lambda name: times.get(name) or inf)
+        plan, took = found[best].plan, dict[str, float]()
+        if len(tried) > 1:
+            took[VARIANTS_SECONDS] = now() - self.began
+            if plan.figures is not None:
+                every = tuple(one.figures(times, best) for one in tried)
+                is_raced = {"variants_raced": bool(raced)}
+                figures = replace(plan.figures, variants=every, **is_raced)
+                plan = replace(plan, figures=figures)
+        if isfinite(self.seconds):
+            took[GIVEN_SECONDS] = self.seconds
+        return Fastest(name=best, plan=replace(plan, search={**plan.search, **took}))
 
     def tried(self) -> list[_Tried]:
         """Estimates all variants, and plans the best; if none fits, leaner ones.
@@ -225,23 +215,22 @@ class _Planning:
             CfpError: none can be planned.
         """
         every = [_Tried(one) for one in self.variants]
-        order, most, is_free = every, len(every), self.options.preset is None
-        if most > 1 and is_free:
-            for place, one in enumerate(every, start=1):
-                if place == 1 or not self.is_over(ESTIMATES_SHARE):
+        order, left = every, len(every)
+        if left > 1 and self.options.preset is None:
+            for one in every:
+                if one is every[0] or self.left(ESTIMATES_SHARE):
                     self.estimate(one)
             order = sorted(every, key=lambda one: one.rank)
             best = order[0].estimate
-            most = 1 if best and best.is_final else _PLANNED
-        left = most
-        for place, one in enumerate(order, start=1):
+            left = 1 if best and best.is_final else _PLANNED
+        races = left > 1  # The last race takes a share of the time, too.
+        for one in order:
             if not left:
                 one.note = f"behind {order[0].variant.name} by estimate"
-            elif place > 1 and self.is_over():
+            elif one is not order[0] and not self.left():
                 one.note = UNPLANNED
             else:
-                # The last race takes a share of the time, too.
-                self.plan(one, left + (most > 1))
+                self.plan(one, left + races)
                 left -= one.found is not None
         if all(isinstance(one.error, MemoryBudgetError) for one in every):
             every += self.lean(every)
@@ -251,103 +240,80 @@ class _Planning:
 
     def lean(self, short: Sequence[_Tried]) -> list[_Tried]:
         """Plans with state in host memory, or else leaner variants, until one fits."""
+        needs = {_lacks(one).smallest_feasible_bytes: one for one in reversed(short)}
+        least = needs[min(needs)]
         if self.options.preset is None:
-            least = min(short, key=lambda one: one.lacks.smallest_feasible_bytes)
-            self.plan(least, 1, in_host=True)
-            if least.found:
-                return []
-        more = []
-        for one in map(_Tried, self.leaner()):
+            self.plan_in_host(least)
+        more = list[_Tried]()
+        for one in () if least.found else map(_Tried, self.leaner()):
             more.append(one)
-            if self.is_over():
+            if not self.left():
                 one.note = UNPLANNED
                 break
             self.estimate(one)
             if one.estimate and one.estimate.fits:
-                self.plan(one, 1)
+                self.plan(one)
             if one.found:
                 break
         return [one for one in more if isinstance(one.error, MemoryBudgetError | None)]
 
     def estimate(self, one: _Tried) -> None:
         """Estimates a variant's best plan; what cannot be fails as a plan, too."""
-        told = self.told(one.variant.name)
-        if told.progress is not None:
-            told.progress("reading the step")
-        try:
+        name = one.variant.name
+        self.tell(name, "reading the step")
+        with _kept_error(one):
             analyzed = self.analyzed(one.variant)
-            options = replace(self.options, settings=told)
+            options = self.options_of(name, self.seconds)
             with unchecked(), options.context(analyzed.mesh) as context:
                 one.estimate = estimate(context, analyzed.analysis)
-        except ProcessError:
-            raise
-        except CfpError as error:
-            one.error = error
-
-    def plan(self, one: _Tried, shares: int, *, in_host: bool = False) -> None:
-        """Plans a variant in a share of the time that is left."""
-        started = now()
-        end = started + max(0.0, self.began + self.seconds - started) / shares
-        try:
-            analyzed = self.analyzed(one.variant)
-            made = one.estimate and one.estimate.profiles
-            if made is not None:
+            if (made := one.estimate.profiles) is not None:
                 seconds = analyzed.seconds + made.counts["estimate_seconds"]
-                analyzed = replace(analyzed, profiles=made, seconds=seconds)
-            told = self.told(one.variant.name)
-            settings = replace(told, seconds=max(0.0, end - now()))
-            options = replace(self.options, settings=settings)
-            plan = partial(self.plan_in_host, one, end) if in_host else self.run_passes
-            one.found = plan(analyzed, options)
-            one.error = None
-        except ProcessError:
-            raise
-        except CfpError as error:
-            one.error = error
-        one.seconds += now() - started
+                self.known[name] = replace(analyzed, profiles=made, seconds=seconds)
 
-    def plan_in_host(
-        self, one: _Tried, end: float, analyzed: Analyzed, options: PlanOptions
-    ) -> FoundPlan:
+    def plan(
+        self, one: _Tried, shares: int = 1, in_host: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """Plans a variant in a share of the time that is left."""
+        end = now() + self.left() / shares
+        with _kept_error(one):
+            analyzed = self.analyzed(one.variant)
+            if in_host:
+                step = analyzed.step.with_state_in_host(in_host)
+                analyzed = self.analyze(one.variant, step)
+            options = self.options_of(one.variant.name, max(0.0, end - now()))
+            one.found = self.run_passes(analyzed, options)
+
+    def plan_in_host(self, one: _Tried) -> None:
         """Plans a variant with a part of its state in host memory.
 
         State that only its update reads moves there: first the predicted shortage, and
-        all of it if that does not fit.
-
-        Raises:
-            MemoryBudgetError: no plan fits, time is over, or devices have no access to
-                host memory.
+        all of it if that does not fit. Nothing is planned if devices have no access to
+        host memory.
         """
-        mesh, settings, error = analyzed.mesh, options.settings, one.lacks
-        most = parse_bytes(options.memory_budget) or device_memory(mesh)
-        may_move = Dimension.HOST_MEMORY in settings.dimensions
+        lacks, mesh, name = _lacks(one), one.variant.mesh, one.variant.name
+        most = parse_bytes(self.options.memory_budget) or device_memory(mesh)
+        may_move = Dimension.HOST_MEMORY in self.options.settings.dimensions
         if most is None or not (may_move and _uses_host_memory(mesh)):
-            raise error
-        lacking = one.lacks.smallest_feasible_bytes - most
-        for some in enough_state(analyzed.analysis.frame, lacking):
-            if now() >= end:
-                raise error.with_line(
+            return
+        frame = self.known[name].analysis.frame
+        for some in enough_state(frame, lacks.smallest_feasible_bytes - most):
+            if not self.left():
+                one.error = _lacks(one).with_line(
                     "With a longer --time-budget there is time to plan with more state "
                     "in the memory of the host, too."
                 )
+                return
             size = format_bytes(sum(state.size_bytes for state in some))
-            if settings.progress is not None:
-                settings.progress(f"planning again with {size} of state in host memory")
-            pairs = [(state.argument, state.result) for state in some]
-            moved = self.analyze(one.variant, analyzed.step.with_state_in_host(pairs))
-            rest = replace(settings, seconds=max(0.0, end - now()))
-            try:
-                found = self.run_passes(
-                    moved, replace(options, preset=None, settings=rest)
-                )
-            except MemoryBudgetError as again:
-                error = again.with_line(
-                    f"That is with {size} of state in the memory of the host, all that "
-                    "only its own update reads."
-                )
-                continue
-            return _with_host_figures(found, one.lacks.fastest_ms)
-        raise error
+            self.tell(name, f"planning again with {size} of state in host memory")
+            self.plan(one, in_host=[(state.argument, state.result) for state in some])
+            if one.found is not None:
+                one.found = _with_host_figures(one.found, lacks.fastest_ms)
+            if not isinstance(one.error, MemoryBudgetError):
+                return
+            one.error = one.error.with_line(
+                f"That is with {size} of state in the memory of the host, all that "
+                "only its own update reads."
+            )
 
     def analyzed(self, variant: Variant) -> Analyzed:
         """Traces a variant's step once, and analyses it once on its mesh."""
@@ -380,52 +346,40 @@ class _Planning:
                 check_alike({"program": mine[:12]}, {"program": other[:12]}, process)
         return made
 
-    def told(self, name: str) -> PlannerSettings:
-        """Settings whose events say which variant they are about."""
-        settings = self.options.settings
-        if (progress := settings.progress) is None or len(self.variants) == 1:
-            return settings
+    def options_of(self, name: str, seconds: float) -> PlanOptions:
+        """Options for some time, whose events say which variant they are about."""
+        settings = replace(
+            self.options.settings, seconds=seconds, progress=partial(self.tell, name)
+        )
+        return replace(self.options, settings=settings)
 
-        def tell(event: Progress | str) -> None:
-            if isinstance(event, Progress):
-                progress(replace(event, label=f"{name}: {event.label}".rstrip(": ")))
-            else:
-                progress(f"{name}: {event}")
+    def tell(self, name: str, event: Progress | str) -> None:
+        """Passes on an event about a variant."""
+        if (progress := self.options.settings.progress) is None:
+            return
+        before = f"{name}: " if name and len(self.variants) > 1 else ""
+        if isinstance(event, str):
+            progress(before + event)
+        else:
+            progress(replace(event, label=f"{before}{event.label}".rstrip(": ")))
 
-        return replace(settings, progress=tell)
-
-    def raced(self, found: Mapping[str, FoundPlan]) -> dict[str, RaceResult]:
-        """Times the plans in turn, until time is over."""
-        plain = sorted(_job(name, one).key.digest for name, one in found.items())
+    def raced(self, found: Mapping[str, FoundPlan]) -> Mapping[str, RaceResult]:
+        """Times the plans in turn; none if time is over before all are compiled."""
         # Kept apart from their own races, and from those against other variants.
-        field = hashlib.sha256("".join(plain).encode()).hexdigest()
-        programs: list[RaceProgram] = []
-        built = {}
-        for name, one in found.items():
-            program = RaceProgram(
-                candidate=replace(
-                    one.winner, name=name, predicted_ms=one.plan.measured_ms
-                ),
-                job=_job(name, one, ("race", f"between variants {field}")),
-                stands_on=(one.analysis.frame.program, _mesh(one)),
-            )
-            programs.append(program)
-            # Of programs that are alike the last runs, on its own devices.
-            built.pop(program.identity, None)
-            if one.plan.raced is not None:
-                built[program.identity] = one.plan.raced.built
+        every = sorted(_program(name, one).identity for name, one in found.items())
+        field = hashlib.sha256("".join(every).encode()).hexdigest()
+        kept = "race", f"between variants {field}"
+        programs = {name: _program(name, one, kept) for name, one in found.items()}
+        # Of programs that are alike the last runs, on its own devices.
+        made = {one.identity: found[name].plan.raced for name, one in programs.items()}
+        built = {key: one.built for key, one in made.items() if one}
         first = next(iter(found.values()))
-        with self.options.context(_mesh(first)) as context:
-            builder = Builder(
-                program=first.analysis.frame.program,
-                mesh=context.mesh,
-                store=context.store,
-                budget_bytes=context.budget_bytes,
-                options=context.measure,
-                end=self.began + self.seconds,
-                built=built,
-            )
-            return {one.name: one for one in race_programs(builder, programs)}
+        with self.options_of("", self.left()).context(_mesh(first)) as context:
+            race = Race(context, first.analysis, Solution(()), built=built)
+            results = race_programs(race.builder, [*programs.values()])
+        if any(one.is_skipped for one in results) or not any(r.ran for r in results):
+            return {}
+        return dict(zip(found, results, strict=True))
 
     def followed(self, talk: Coordination) -> Fastest:
         """Follows the leader's planning, and returns its plan."""
@@ -453,6 +407,24 @@ class _Planning:
         return Fastest(name=name, plan=plan)
 
 
+@contextmanager
+def _kept_error(one: _Tried) -> Iterator[None]:
+    """Keeps a variant's error, but for those between processes."""
+    one.error = None
+    try:
+        yield
+    except ProcessError:
+        raise
+    except CfpError as error:
+        one.error = error
+
+
+def _lacks(one: _Tried) -> MemoryBudgetError:
+    """The error of a variant that does not fit in memory."""
+    assert isinstance(one.error, MemoryBudgetError)
+    return one.error
+
+
 def _uses_host_memory(mesh: Mesh | DescribedMesh) -> bool:
     """True if host memory is separate from devices' memory, and usable."""
     if isinstance(mesh, DescribedMesh):
@@ -477,16 +449,13 @@ def _mesh(found: FoundPlan) -> Mesh:
     return found.plan.mesh
 
 
-def _job(name: str, found: FoundPlan, *where: tuple[str, str]) -> Job:
-    winner = found.winner
-    return whole_job(
-        found.analysis,
-        winner.choice,
-        (*environment_parts([*_mesh(found).devices.flat]), *where),
-        f"{name}: {winner.name}",
-        winner.level,
-        winner.options,
-    )
+def _program(name: str, found: FoundPlan, *where: tuple[str, str]) -> RaceProgram:
+    """The program of a variant's plan, for a race between variants."""
+    named, mesh = f"{name}: {found.winner.name}", _mesh(found)
+    mine = replace(found.winner, name=named, predicted_ms=found.plan.measured_ms)
+    environment = (*environment_parts([*mesh.devices.flat]), *where)
+    [made] = programs_of(found.analysis, [mine], environment)
+    return replace(made, stands_on=(found.analysis.frame.program, mesh))
 
 
 def _no_plan(tried: Sequence[_Tried]) -> CfpError:

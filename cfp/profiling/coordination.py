@@ -41,6 +41,10 @@ _SAY_SECONDS = 5.0
 # its devices wait for the other's, which nothing can interrupt.
 _GRACE_SECONDS = 5.0
 _FAILED = "failed"
+_ALONE = (
+    "A program failed in this process of several, which cannot go on without the "
+    "others: "
+)
 _AGAIN = "Then start all processes again: records are kept."
 
 _log = logging.getLogger(__name__)
@@ -57,7 +61,7 @@ class Coordination:
     Attributes:
         epoch: how many times processes began to work together.
         number: how many jobs there were in this epoch.
-        depth: how many plans are being made, one within another.
+        is_on: True while processes work together.
         hosts: names of all processes' hosts, once they have met.
         least_bytes: the least memory of any process's device; 0 if not known.
     """
@@ -67,7 +71,7 @@ class Coordination:
     after_failure: float = AFTER_A_FAILURE_SECONDS
     epoch: int = 0
     number: int = 0
-    depth: int = 0
+    is_on: bool = False
     hosts: tuple[str, ...] = ()
     least_bytes: int = 0
     _dropped: list[int] = field(default_factory=list)
@@ -81,15 +85,20 @@ class Coordination:
     def say(self, job: str, *arguments: Any) -> int:
         """Has all followers do a job; returns its number."""
         with self._lock:
-            number, dropped = self._next(), [*self._dropped]
+            self.number += 1
+            number, dropped = self.number, [*self._dropped]
             del self._dropped[: len(dropped)]
             self._put(f"{number}/job", (job, arguments, dropped))
         return number
 
-    def answers(self, number: int, seconds: float | None = None) -> list[Any]:
-        """Reads all followers' answers to a job, in order."""
+    def answers(self, number: int, failure: str = "") -> list[Any]:
+        """Reads all followers' answers to a job, in order.
+
+        Args:
+            failure: of the job here, after which no answer may come.
+        """
         others = range(1, self.channel.count)
-        found = [self._read(f"{number}/{n}", n, "an answer", seconds) for n in others]
+        found = [self._read(f"{number}/{n}", n, "an answer", failure) for n in others]
         self.channel.forget(f"{self._folder}/{number}")
         return found
 
@@ -106,18 +115,7 @@ class Coordination:
         Raises:
             ProcessError: it failed in some only, or another process is gone.
         """
-        if failure:
-            self._put(f"{number}/{_FAILED}", failure)
-        try:
-            found = self.answers(number, self.after_failure if failure else None)
-        except ProcessError as error:
-            if not failure:
-                raise
-            raise ProcessError(
-                "A program failed in this process of several, which cannot go on "
-                f"without the others: {failure.splitlines()[0]}. {error}"
-            ) from error
-        found.insert(0, failure)
+        found = [failure, *self.answers(number, failure)]
         failed = [str(n) for n, text in enumerate(found) if text]
         if 0 < len(failed) < len(found):
             raise ProcessError(
@@ -137,14 +135,15 @@ class Coordination:
         """
         failure = ""
         while True:
-            number, seconds = self._next(), self.after_failure if failure else None
-            job, arguments, dropped = self._read(f"{number}/job", 0, "a job", seconds)
+            self.number += 1
+            place = f"{self.number}/job"
+            job, arguments, dropped = self._read(place, 0, "a job", failure)
             for one in dropped:
                 forget(one)
             if job == _END:
-                self.answer(number, None)
+                self.answer(self.number, None)
                 return arguments[0]
-            failure = jobs[job](number, *arguments)
+            failure = jobs[job](self.number, *arguments)
 
     def answer(self, number: int, value: Any) -> None:
         """Answers a job."""
@@ -180,16 +179,20 @@ class Coordination:
             check_alike(every[0], other, process)
         self.hosts, self.least_bytes = hosts, min(sizes)
 
-    def pace(self, number: int) -> Callable[[float], float]:
-        """The leader's durations in a run: how often all execute follows from them."""
+    def pace(self, number: int) -> Callable[[float | None], float]:
+        """The leader's durations in a run: how often all execute follows from them.
+
+        A failure has none, and raises LeaderFailed in the followers.
+        """
         steps = itertools.count()
 
-        def agreed(duration: float) -> float:
+        def agreed(duration: float | None) -> float:
             place = f"{number}/pace/{next(steps)}"
             if self.leads:
                 self._put(place, duration)
-                return duration
-            return self._read(place, 0, "a duration", unless=f"{number}/{_FAILED}")
+            elif (duration := self._read(place, 0, "a duration")) is None:
+                raise LeaderFailed
+            return duration or 0.0
 
         return agreed
 
@@ -220,40 +223,27 @@ class Coordination:
     def _folder(self) -> str:
         return f"cfp/{self.epoch}"
 
-    def _next(self) -> int:
-        self.number += 1
-        return self.number
-
     def _put(self, place: str, value: Any) -> None:
         text = base64.b64encode(pickle.dumps(value)).decode()
         self.channel.put(f"{self._folder}/{place}", text)
 
-    def _read(
-        self,
-        place: str,
-        other: int,
-        what: str,
-        seconds: float | None = None,
-        unless: str = "",
-    ) -> Any:
-        """Waits for another process's message; `unless` names one that ends the wait.
+    def _read(self, place: str, other: int, what: str, failure: str = "") -> Any:
+        """Waits for another process's message, for less long after a failure here.
 
         Raises:
             ProcessError: another process has failed, or this one is gone.
-            LeaderFailed: the other message came.
         """
         began, said = time.monotonic(), not self.leads
-        most = self.timeout_seconds if seconds is None else seconds
-        folder, count = self._folder, self.channel.count
-        while (text := self.channel.get(f"{folder}/{place}", _LOOK_SECONDS)) is None:
+        most = self.after_failure if failure else self.timeout_seconds
+        key, count = f"{self._folder}/{place}", self.channel.count
+        while (text := self.channel.get(key, _LOOK_SECONDS)) is None:
             self.check_others()
             waited = time.monotonic() - began
-            if unless and self.channel.get(f"{folder}/{unless}", 0.001) is not None:
-                raise LeaderFailed
             if waited > most:
+                why = f"{_ALONE}{failure.splitlines()[0]}. " if failure else ""
                 raise ProcessError(
-                    f"Process {other} of {count} does not answer: it gave no word of "
-                    f"{what} for {waited:.0f} s, is gone, or hangs. See what it "
+                    f"{why}Process {other} of {count} does not answer: it gave no word "
+                    f"of {what} for {waited:.0f} s, is gone, or hangs. See what it "
                     f"printed. {_AGAIN}"
                 )
             if waited > _SAY_SECONDS and not said:
@@ -302,9 +292,9 @@ def talk_of(mesh: Mesh) -> Coordination | None:
     Raises:
         ProcessError: some processes have no device, or cannot be talked to.
     """
-    theirs = {device.process_index for device in mesh.devices.flat}
-    if theirs <= {jax.process_index()}:
+    if not is_shared(mesh):
         return None
+    theirs = {device.process_index for device in mesh.devices.flat}
     if len(theirs) < jax.process_count():
         raise ProcessError(
             "The mesh leaves out processes of this program: its devices are of "
@@ -327,7 +317,7 @@ def leading(mesh: Mesh) -> Coordination | None:
         ProcessError: nothing is planned by all of them now.
     """
     talk = talk_of(mesh)
-    if talk is not None and (talk.depth == 0 or not talk.leads):
+    if talk is not None and not (talk.is_on and talk.leads):
         raise ProcessError(
             "The mesh has devices of several processes. Plan for it with cfp.plan, or "
             "cfp plan, in all of them."
@@ -347,10 +337,8 @@ def coordinated(meshes: Iterable[Mesh]) -> Iterator[Coordination | None]:
         yield None
         return
     done = threading.Event()
-    if talk.depth == 0:
-        talk.epoch, talk.number = talk.epoch + 1, 0
-        threading.Thread(target=_watch, args=(talk, done.wait), daemon=True).start()
-    talk.depth += 1
+    talk.epoch, talk.number, talk.is_on = talk.epoch + 1, 0, True
+    threading.Thread(target=_watch, args=(talk, done.wait), daemon=True).start()
     try:
         yield talk
     except BaseException as error:
@@ -358,7 +346,7 @@ def coordinated(meshes: Iterable[Mesh]) -> Iterator[Coordination | None]:
         raise
     finally:
         done.set()
-        talk.depth -= 1
+        talk.is_on = False
 
 
 def _watch(talk: Coordination, is_done: Callable[[float], bool]) -> None:

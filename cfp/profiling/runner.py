@@ -132,6 +132,8 @@ def execute(
     number = talk.say("run", built.shared.number, *what)
     pace = talk.pace(number)
     record = execute_here(built, kinds, mesh, feedback, timing, pace)
+    if not record.ok:
+        pace(None)
     talk.settle(number, "" if record.ok else record.reason)
     return record
 

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import enough_state
 from cfp.analysis.layout import lay_out
 from cfp.complete import FoundPlan
-from cfp.context import DetailedSettings, PlannerSettings, device_memory
+from cfp.context import DetailedSettings, device_memory
 from cfp.cost.memory import host_bytes
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MemoryBudgetError, ProcessError, StepNotTraceable

@@ -196,6 +196,6 @@ def test_one_that_does_not_answer_is_named(talks):
     leader, _ = talks
     leader.timeout_seconds = 0.1
     began = time.monotonic()
-    with pytest.raises(ProcessError, match="^Process 1 of 2 does not answer"):
+    with pytest.raises(ProcessError, match=r"^Process 1 of 2 does not answer"):
         leader.answers(leader.say("anything"))
     assert time.monotonic() - began < 5.0

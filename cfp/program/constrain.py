@@ -6,7 +6,7 @@ not survive until it runs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -17,7 +17,7 @@ from jax.extend.mlir.dialects import sdy
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cfp.program import shardy
-from cfp.program.graph import Op, Program, Spec, searched_once
+from cfp.program.graph import Program, Spec, searched_once
 from cfp.program.memory import auto_mesh
 from cfp.program.partitioned import bind
 from cfp.program.rematerialize import Rematerialization, rematerialize, repeatable
@@ -55,41 +55,38 @@ def partition_spec(spec: Spec, rank: int | None = None) -> PartitionSpec:
 
 def constrain(
     module: ir.Module, program: Program, mesh: Mesh, constraints: Constraints
-) -> dict[int, ir.Value]:
+) -> None:
     """Inserts sharding constraints into a normalised module, in place.
 
-    Then rematerializes and replaces ops; unread ops stay. Returns the replacements of
-    values by id.
+    Then rematerializes and replaces ops; unread ops stay.
     """
     mesh = auto_mesh(mesh)
     bind(module, mesh)
     with module.context, ir.Location.unknown():
         inserter = Inserter(module, program, mesh)
         inserter.insert(constraints)
-        ops = inserter.ops
-        rematerialize(ops, constraints.rematerialized)
-        replacer = Replacer(module, ops, program, mesh, inserter.mesh_name)
-        return replacer.run(constraints.replaced)
+        ops, name = inserter.ops, inserter.mesh_name
+        clones = rematerialize(ops, constraints.rematerialized)
+        replacer = Replacer(module, ops, clones, program, mesh, name)
+        for one in constraints.replaced:
+            replacer.replace(one)
 
 
-def values_by_id(
-    program: Program,
-    arguments: Iterable[ir.Value],
-    pairs: Iterable[tuple[ir.Operation, Op | None]],
-) -> dict[int, ir.Value]:
-    """The values of a module, by the ids that a program has of them.
-
-    Args:
-        pairs: ops of the module, each with what the program says of it, if it has it.
-    """
-    found: dict[int, ir.Value] = dict(zip(program.args, arguments, strict=True))
-    for op, record in pairs:
-        if record is not None:
-            found.update(zip(record.results, op.results, strict=True))
+def located(
+    module: ir.Module, program: Program
+) -> tuple[list[ir.Operation], dict[int, ir.Value]]:
+    """The ops of a module in a program's order, and its values by the program's ids."""
+    main = shardy.main_function(module)
+    ops, [block] = shardy.program_ops(main), main.regions[0].blocks
+    if len(ops) != len(program.ops):
+        raise AssertionError("the module does not have the program's ops")
+    found: dict[int, ir.Value] = dict(zip(program.args, block.arguments, strict=True))
+    for op, record in zip(ops, program.ops, strict=True):
+        found.update(zip(record.results, op.results, strict=True))
+        if record.entries:
             entries = [a for r in op.regions for a in r.blocks[0].arguments]
-            if record.entries:
-                found.update(zip(record.entries, entries, strict=True))
-    return found
+            found.update(zip(record.entries, entries, strict=True))
+    return ops, found
 
 
 class Inserter:
@@ -99,14 +96,9 @@ class Inserter:
         self, module: ir.Module, program: Program, mesh: Mesh | AbstractMesh
     ) -> None:
         self._program = program
-        self.ops = shardy.program_ops(shardy.main_function(module))
-        if len(self.ops) != len(program.ops):
-            raise AssertionError("the module does not have the program's ops")
+        self.ops, self._values = located(module, program)
         self.mesh_name = _mesh_symbol(module, program, mesh)
         self._attributes: dict[Spec, ir.Attribute] = {}
-        arguments = shardy.main_block(module).arguments
-        pairs = zip(self.ops, program.ops, strict=True)
-        self._values = values_by_id(program, arguments, pairs)
         self._resharded: dict[tuple[int, Spec], ir.Value] = {}
 
     def insert(self, constraints: Constraints) -> None:

@@ -14,10 +14,9 @@ program each time would take time with depth: 0.37 s for a layer of a transforme
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -28,10 +27,9 @@ from jax.extend.mlir import ir
 from jax.sharding import Mesh, NamedSharding
 
 from cfp.program import shardy
-from cfp.program.constrain import Constraints, constrain, partition_spec, values_by_id
+from cfp.program.constrain import Constraints, constrain, located, partition_spec
 from cfp.program.graph import Op, Program, Spec, numpy_dtype, searched_once
 from cfp.program.memory import in_memory, on_auto_mesh, placed_avals
-from cfp.program.rematerialize import tag_of
 from cfp.program.replace import erase_unread
 
 
@@ -374,8 +372,10 @@ def lower_part(
     with module.context, ir.Location.unknown():
         source = ir.Module.parse(cut.program.text)
         inside = cut.numbers.translated(constraints)
-        stands = constrain(source, cut.program, mesh, inside)
-        _transplant(module, source, cut.program, cut.part, stands)
+        constrain(source, cut.program, mesh, inside)
+        block = shardy.main_block(source)
+        *ops, last = [one.operation for one in block.operations]
+        shardy.fill(module, source, block.arguments, ops, last.operands)
         if inside.replaced:
             erase_unread(module)
         for op in shardy.every_op(module):
@@ -392,49 +392,14 @@ def _text(program: Program, part: Part) -> bytes:
     """The module of a part alone, without any shardings."""
     module = shardy.stablehlo(signature(program, part).lower())
     with module.context, ir.Location.unknown():
-        _transplant(module, ir.Module.parse(program.text), program, part)
+        source = ir.Module.parse(program.text)
+        ops, values = located(source, program)
+        for old, new in part.instead:
+            values[old].replace_all_uses_with(values[new])
+        given = [values[v] for v in part.inputs]
+        made = [values[v] for v in part.outputs]
+        shardy.fill(module, source, given, [ops[i] for i in part.ops], made)
         return shardy.bytecode(module.operation)
-
-
-def _transplant(
-    target: ir.Module,
-    source: ir.Module,
-    program: Program,
-    part: Part,
-    stands: Mapping[int, ir.Value] = MappingProxyType({}),
-) -> None:
-    """Replaces the body of the target's main function by the part's ops.
-
-    The source has its constraints already, each behind the op that it constrains.
-    """
-    block = shardy.main_block(target)
-    origin = shardy.main_block(source)
-    mapping: dict[ir.Value, ir.Value] = {}
-    every = [*_top_level(origin, program)]
-    by_id = {**values_by_id(program, origin.arguments, every), **stands}
-    alike: dict[ir.Value, list[ir.Value]] = {}
-    for value_id, other in part.instead:
-        alike.setdefault(by_id[other], []).append(by_id[value_id])
-
-    def stands_for(old: ir.Value, new: ir.Value) -> None:
-        mapping[old] = new
-        mapping.update((also, new) for also in alike.get(old, ()))
-
-    for value_id, argument in zip(part.inputs, block.arguments, strict=True):
-        stands_for(by_id[value_id], argument)
-    shardy.copy_symbols(target, source)
-    wanted = set(part.ops)
-    *stale, terminator = [o.operation for o in block.operations]
-    kept = _part_ops(origin, every, program, wanted, set(part.inputs))
-    with ir.InsertionPoint(terminator):
-        for op in kept:
-            clone = shardy.clone_with(op, mapping)
-            for old, new in zip(op.results, clone.results, strict=True):
-                stands_for(old, new)
-    for place, value_id in enumerate(part.outputs):
-        terminator.operands[place] = mapping[_constrained(by_id[value_id])]
-    for op in reversed(stale):
-        op.erase()
 
 
 def _silence(call: ir.Operation) -> None:
@@ -457,76 +422,3 @@ def _zero_of(kind: ir.Type) -> str:
     if element.removeprefix("u").startswith("i"):
         return "0"
     return "(0.0, 0.0)" if element.startswith("complex") else "0.0"
-
-
-_Every = Sequence[tuple[ir.Operation, Op | None]]  # As `_top_level` has them.
-
-
-def _top_level(
-    block: ir.Block, program: Program
-) -> Iterator[tuple[ir.Operation, Op | None]]:
-    """Lists the top-level ops of a module with the program's records of them.
-
-    The record is None for sharding constraints, and for rematerialized ops. Ops in an
-    opened loop come before the loop itself, as in the program.
-    """
-    inside: dict[int, list[Op]] = {}
-    for record in program.ops:
-        inside.setdefault(record.parent, []).append(record)
-
-    def descend(
-        blocks: Iterable[ir.Block], parent: int
-    ) -> Iterator[tuple[ir.Operation, Op | None]]:
-        records = iter(inside.get(parent, ()))
-        for opview in (one for block in blocks for one in block.operations):
-            op = opview.operation
-            if op.name in ("func.return", "stablehlo.return"):
-                continue
-            if op.name == "sdy.sharding_constraint" or tag_of(op) is not None:
-                yield op, None
-                continue
-            record = next(records)
-            if record.id in program.opened:
-                yield from descend((r.blocks[0] for r in op.regions), record.id)
-            yield op, record
-
-    yield from descend([block], -1)
-
-
-def _constrained(value: ir.Value) -> ir.Value:
-    """A value behind its own constraint: the form that every other op reads."""
-    users = [use.owner.operation for use in value.uses]
-    alone = len(users) == 1 and users[0].name == "sdy.sharding_constraint"
-    return users[0].results[0] if alone else value
-
-
-def _part_ops(
-    block: ir.Block,
-    every: _Every,
-    program: Program,
-    wanted: set[int],
-    inputs: set[int],
-) -> list[ir.Operation]:
-    """The wanted top-level ops and the constraints on what they make or read."""
-    kept: list[ir.Operation] = []
-    known: set[ir.Value] = set()
-    for value_id, argument in zip(program.args, block.arguments, strict=True):
-        if value_id in inputs:
-            known.add(argument)
-    for op, record in every:
-        if record is None:
-            tag = tag_of(op)
-            if tag in wanted if tag is not None else op.operands[0] in known:
-                kept.append(op)
-                known.update(op.results)
-            continue
-        if record.id in wanted:
-            kept.append(op)
-            known.update(op.results)
-        else:
-            known.update(
-                r
-                for v, r in zip(record.results, op.results, strict=True)
-                if v in inputs
-            )
-    return kept

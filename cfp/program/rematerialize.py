@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from jax.extend.mlir import ir
 
 from cfp.program.graph import PARTITIONED, Program, reached
-from cfp.program.shardy import clone_with, integer, make_barrier, owner_of
+from cfp.program.shardy import clone_with, make_barrier, owner_of
 
 # Another one where another program comes of it: what was measured does not count then.
 VERSION = "3"
-TAG = "cfp.of"  # on a clone: the number of the op that it goes along with
 _CONSTRAINT = "sdy.sharding_constraint"
 _NOT_REPEATABLE = ("custom_call", "rng")
 
@@ -91,10 +90,13 @@ def repeatable(program: Program, op_id: int) -> bool:
 
 def rematerialize(
     ops: Sequence[ir.Operation], wanted: Sequence[Rematerialization]
-) -> None:
-    """Clones a program's constrained ops before the backward ops that read them."""
-    if not wanted:
-        return
+) -> dict[int, ir.Operation]:
+    """Clones a program's constrained ops before the backward ops that read them.
+
+    Returns:
+        The clones by the numbers of their originals.
+    """
+    clones: dict[int, ir.Operation] = {}
     known: dict[ir.Operation, tuple[dict[ir.Operation, int], set[ir.Operation]]] = {}
     for one in wanted:
         parent = ops[one.backward[0]].parent
@@ -104,7 +106,8 @@ def rematerialize(
             body = [o.operation for r in regions for o in r.blocks[0].operations]
             place = {op: number for number, op in enumerate(body)}
             known[parent.operation] = place, _without_arguments(body)
-        _Rematerializer(ops, one, *known[parent.operation]).run()
+        clones |= _Rematerializer(ops, one, *known[parent.operation]).run()
+    return clones
 
 
 def _without_arguments(body: Sequence[ir.Operation]) -> set[ir.Operation]:
@@ -126,21 +129,21 @@ class _Rematerializer:
         place: dict[ir.Operation, int],
         fixed: set[ir.Operation],
     ) -> None:
-        self.wanted = wanted
         self.place = place
         self.fixed = fixed
         self.number = {ops[i]: i for i in wanted.forward if ops[i] in place}
         self.readers = [ops[i] for i in wanted.backward if ops[i] in place]
 
-    def run(self) -> None:
+    def run(self) -> dict[int, ir.Operation]:
         uses = [
             (reader, index, operand)
             for reader in self.readers
             for index, operand in enumerate(reader.operands)
             if self._number(operand) is not None or _is_gathered(operand)
         ]
+        found: dict[int, ir.Operation] = {}
         if not uses:
-            return
+            return found
         clones = self._needed([operand for _, _, operand in uses])
         made: set[ir.Value] = {result for op in clones for result in op.results}
         outside: dict[ir.Value, None] = {}
@@ -152,16 +155,19 @@ class _Rematerializer:
         signals = self._signals(made)
         entering = list(outside | signals)
         with ir.InsertionPoint(first):
-            mapping = self._barrier(entering)
+            behind = make_barrier(entering).results if entering else ()
+            mapping: dict[ir.Value, ir.Value] = dict(zip(entering, behind, strict=True))
             for op in clones:
                 clone = clone_with(op, mapping)
-                clone.attributes[TAG] = self._tag(self._number(op.results[0]))
+                if op in self.number:
+                    found[self.number[op]] = clone
             for reader in self.readers:
                 for index, operand in enumerate(reader.operands):
                     if operand in signals:
                         reader.operands[index] = mapping[operand]
         for reader, index, operand in uses:
             reader.operands[index] = mapping[operand]
+        return found
 
     def _number(self, value: ir.Value) -> int | None:
         """The forward op that a value comes from, seen through constraints."""
@@ -202,18 +208,6 @@ class _Rematerializer:
             and turn < self.place.get(owner, -1) < end
         }
 
-    def _barrier(self, values: list[ir.Value]) -> dict[ir.Value, ir.Value]:
-        if not values:
-            return {}
-        made = make_barrier(values)
-        made.attributes[TAG] = self._tag(None)
-        return dict(zip(values, made.results, strict=True))
-
-    def _tag(self, number: int | None) -> ir.Attribute:
-        if number is None:
-            number = self.wanted.backward[0]
-        return integer(number)
-
 
 def _is_gathered(value: ir.Value) -> bool:
     """True if a value is an argument in another sharding than it is stored in."""
@@ -224,13 +218,6 @@ def _is_gathered(value: ir.Value) -> bool:
         value = owner.operands[0]
         owner = owner_of(value)
     return owner is None
-
-
-def tag_of(op: ir.Operation) -> int | None:
-    """The number of the op that a clone goes along with; None for other ops."""
-    if TAG not in op.attributes:
-        return None
-    return ir.IntegerAttr(op.attributes[TAG]).value
 
 
 # -------------------------------------------------------- values that need not be kept

@@ -32,7 +32,7 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Generic, Protocol, TypeVar
 
 import jax
@@ -42,7 +42,6 @@ from jax.sharding import Mesh
 from cfp.program import shardy
 from cfp.program.graph import Program, numpy_dtype
 from cfp.program.partitioned import is_call
-from cfp.program.rematerialize import TAG, tag_of
 
 _SYMBOL = re.compile(r'@("[^"]*"|[\w$.-]+)')
 _EMPTY_MESH = re.compile(r"\s*sdy\.mesh @\w+ = <\[\]>")
@@ -185,68 +184,38 @@ class Replacer:
         module: a module with the program's ops, its constraints, and rematerialized
             ops.
         ops: the program's ops, by id.
+        clones: the rematerialized ones, by the ids of their originals.
         mesh_name: the symbol of the mesh in the module.
     """
 
     module: ir.Module
     ops: Sequence[ir.Operation]
+    clones: Mapping[int, ir.Operation]
     program: Program
     mesh: Mesh
     mesh_name: str
 
-    @cached_property
-    def _clones(self) -> dict[int, ir.Operation]:
-        """The rematerialized clones, by the ids of their originals."""
-        skipped = (_CONSTRAINT, "stablehlo.optimization_barrier")
-        return {
-            number: opview.operation
-            for opview in shardy.main_block(self.module).operations
-            if (number := tag_of(opview.operation)) is not None
-            and opview.operation.name not in skipped
-        }
-
-    def run(self, wanted: Sequence[Replacement]) -> dict[int, ir.Value]:
-        """Replaces ops; returns what now stands for values of the program, by id."""
-        return {v: new for one in wanted for v, new in self._replace(one).items()}
-
-    def _replace(self, one: Replacement) -> dict[int, ir.Value]:
+    def replace(self, one: Replacement) -> None:
+        """Puts the functions in the place of the ops and of their clones."""
         if not one.stages:
             raise AssertionError(f"{one.name} is of a file, and was not found again")
-        stands: dict[int, ir.Value] = {}
         kept: list[ir.Value] = []
-        again: list[ir.Value] | None = None  # residuals that are rematerialized
+        again: list[ir.Value] = []  # residuals that are rematerialized
         latest: ir.Operation | None = None  # the op behind those
         for number, stage in enumerate(one.stages):
             makers = [self.program.values[v].producer for v in stage.makes]
-            is_cloned = all(
-                op in self._clones for op in (*makers, *(o for o, _ in stage.reads))
-            )
-            first = self.ops[min(makers)]
+            used = {*makers, *(op for op, _ in stage.reads)}
+            is_cloned, first = used <= self.clones.keys(), min(makers)
+            if latest is None:
+                again = kept
             # Backward stages read what is rematerialized, forward ones the originals.
-            if not is_cloned and latest is not None and _is_behind(first, latest):
-                assert again is not None, "they stand before that op"
+            elif not is_cloned and _is_behind(self.ops[first], latest):
                 kept = again
-            results = self._put(one, number, self.ops, kept)
-            for v, result in zip(stage.makes, results, strict=False):
-                self._made(self.ops, v).replace_all_uses_with(result)
-                stands[v] = result
+            kept = self._put(one, number, self.ops, kept)
+            latest = None
             if is_cloned:
-                copies = self._put(
-                    one, number, self._clones, kept if again is None else again
-                )
-                for v, result in zip(stage.makes, copies, strict=False):
-                    self._made(self._clones, v).replace_all_uses_with(result)
-                again = copies[len(stage.makes) :]
-                latest = self._clones[min(makers)]
-            else:
-                again = latest = None
-            kept = results[len(stage.makes) :]
-        return stands
-
-    def _made(self, instance: _Instance, v: int) -> ir.Value:
-        maker = self.program.values[v].producer
-        place = self.program.ops[maker].results.index(v)
-        return instance[maker].results[place]
+                again = self._put(one, number, self.clones, again)
+                latest = self.clones[first]
 
     def _put(
         self,
@@ -255,29 +224,27 @@ class Replacer:
         instance: _Instance,
         kept: Sequence[ir.Value],
     ) -> list[ir.Value]:
-        """Puts a stage's ops before the first op that they stand for."""
+        """Puts a stage's ops before the first op that they stand for.
+
+        Returns:
+            The residuals.
+        """
         stage = one.stages[number]
         reads = [*(instance[op].operands[index] for op, index in stage.reads), *kept]
         types = tuple(_aval(value.type) for value in reads)
         text = _lowered(one.functions, number, types, self.mesh)
-        first = min(self.program.values[v].producer for v in stage.makes)
-        source = ir.Module.parse(_with_names(text, {"cfp_mesh": self.mesh_name}))
-        shardy.copy_symbols(self.module, source)
-        main = shardy.main_block(source)
-        mapping: dict[ir.Value, ir.Value] = dict(
-            zip(main.arguments, reads, strict=True)
-        )
-        *body, last = [op.operation for op in main.operations]
-        tag = shardy.integer(first)
-        with ir.InsertionPoint(instance[first]):
-            for op in body:
-                shardy.clone_with(op, mapping).attributes[TAG] = tag
-        results = [mapping[value] for value in last.operands]
+        text = _with_names(text, {"cfp_mesh": self.mesh_name})
+        with ir.InsertionPoint(
+            instance[min(self.program.values[v].producer for v in stage.makes)]
+        ):
+            results = shardy.graft(text, reads, self.module)
         for v, result in zip(stage.makes, results, strict=False):
-            old = self._made(instance, v).type
-            if result.type != old:
-                raise AssertionError(f"{one.name} gives {result.type} for {old}")
-        return results
+            maker = self.program.values[v].producer
+            old = instance[maker].results[self.program.ops[maker].results.index(v)]
+            if result.type != old.type:
+                raise AssertionError(f"{one.name} gives {result.type} for {old.type}")
+            old.replace_all_uses_with(result)
+        return results[len(stage.makes) :]
 
 
 def _is_behind(op: ir.Operation, other: ir.Operation) -> bool:

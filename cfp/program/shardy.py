@@ -182,6 +182,44 @@ def copy_symbols(target: ir.Module, source: ir.Module) -> None:
                 opview.operation.clone()
 
 
+def fill(
+    target: ir.Module,
+    source: ir.Module,
+    given: Iterable[ir.Value],
+    ops: Iterable[ir.Operation],
+    made: Iterable[ir.Value],
+) -> None:
+    """Replaces the body of the target's main function by some ops of the source's.
+
+    Args:
+        given: values of the source in place of which the function has its arguments.
+        made: values of the source that it returns.
+    """
+    block = main_block(target)
+    mapping = dict(zip(given, block.arguments, strict=True))
+    copy_symbols(target, source)
+    *stale, last = [one.operation for one in block.operations]
+    with ir.InsertionPoint(last):
+        for op in ops:
+            clone_with(op, mapping)
+    for place, value in enumerate(made):
+        last.operands[place] = mapping[value]
+    for op in reversed(stale):
+        op.erase()
+
+
+def graft(text: str, reads: Iterable[ir.Value], into: ir.Module) -> list[ir.Value]:
+    """Puts in the ops of another module's main function; returns its results."""
+    source = ir.Module.parse(text)
+    copy_symbols(into, source)
+    main = main_block(source)
+    mapping = dict(zip(main.arguments, reads, strict=True))
+    *body, last = [one.operation for one in main.operations]
+    for op in body:
+        clone_with(op, mapping)
+    return [mapping[value] for value in last.operands]
+
+
 def program_ops(function: ir.Operation) -> list[ir.Operation]:
     """The ops that a :class:`~cfp.program.graph.Program` counts, in its order."""
     found: list[ir.Operation] = []

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_flatten, tree_unflatten
 
 from cfp.program import shardy
-from cfp.program.constrain import values_by_id
+from cfp.program.constrain import located
 from cfp.program.graph import Program, reached
 from cfp.program.part import Signature, aval
 from cfp.program.replace import Replacement
@@ -439,28 +439,17 @@ class Written:
         outputs = self.derived + self.makes
         lowered = self._stand_in(shardings, jnp.dtype)
         module = shardy.stablehlo(lowered)
-        block = shardy.main_block(module)
+        chosen = sorted(_between(self.program, self.inputs, outputs)[0])
         with module.context, ir.Location.unknown():
             source = ir.Module.parse(self.program.text)
-            ops = shardy.program_ops(shardy.main_function(source))
-            arguments = shardy.main_block(source).arguments
-            pairs = zip(ops, self.program.ops, strict=True)
-            by_id = values_by_id(self.program, arguments, pairs)
-            given = (by_id[v] for v in self.inputs)
-            mapping: dict[ir.Value, ir.Value] = dict(
-                zip(given, block.arguments, strict=True)
-            )
-            shardy.copy_symbols(module, source)
-            *stale, last = [one.operation for one in block.operations]
-            with ir.InsertionPoint(last):
-                for op in sorted(_between(self.program, self.inputs, outputs)[0]):
-                    for v in self.program.ops[op].operands:
-                        mapping[by_id[v]] = mapping[by_id[_entering(self.program, v)]]
-                    shardy.clone_with(ops[op], mapping)
-            for place, v in enumerate(outputs):
-                last.operands[place] = mapping[by_id[v]]
-            for op in reversed(stale):
-                op.erase()
+            ops, values = located(source, self.program)
+            reads = {v for op in chosen for v in self.program.ops[op].operands}
+            for v in reads.difference(self.inputs):
+                if (entering := _entering(self.program, v)) != v:
+                    values[v].replace_all_uses_with(values[entering])
+            given = [values[v] for v in self.inputs]
+            made = [values[v] for v in outputs]
+            shardy.fill(module, source, given, [ops[op] for op in chosen], made)
         return lowered
 
     def replaced(self, mesh: Mesh, *reads: jax.Array) -> list[jax.Array]:

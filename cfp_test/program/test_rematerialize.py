@@ -1,6 +1,7 @@
 """Computing values again in the backward pass: what is cloned, and that it is right."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,8 @@ from cfp.presets.presets import presets
 from cfp.program import shardy
 from cfp.program.constrain import constrain
 from cfp.program.part import cut_part
-from cfp.program.rematerialize import makeable, rematerializable, tag_of
-from cfp.program.trace import lower_step
+from cfp.program.rematerialize import makeable, rematerializable
+from cfp.program.trace import Lowering, lower_step
 from cfp_test.program.stacks import rematerializations, stack_step
 from cfp_test.programs.common import normal, squares, training
 from cfp_test.programs.kernels import model_of
@@ -30,6 +31,7 @@ from cfp_test.support.checking import (
 )
 
 SIZES = (("x", 4),)
+CONSTRAINT = "sdy.sharding_constraint"
 
 
 @pytest.fixture(scope="module")
@@ -37,42 +39,57 @@ def case():
     return prepare("stack", stack_step, SIZES)
 
 
+class Edited(NamedTuple):
+    """A lowering, its shardings, and what was added to it, constraints excepted."""
+
+    lowering: Lowering
+    ins: list
+    added: list
+
+
 def edited(case, choice):
-    """The step's lowering with every segment rematerialized; and its shardings."""
+    """The step's lowering with every segment rematerialized."""
     layout = lay_out(case.frame, choice)
     ins, outs = shardings(case, layout)
     lowering = lower_step(case.step, ins, outs)
     constrained = dataclasses.replace(
         constraints(layout), rematerialized=rematerializations(case.frame)
     )
+    before = {*shardy.every_op(lowering.module)}
     constrain(lowering.module, case.frame.program, case.mesh, constrained)
-    return lowering, ins
-
-
-def clones(lowering):
-    block = shardy.main_function(lowering.module).regions[0].blocks[0]
-    return [o.operation for o in block.operations if tag_of(o.operation) is not None]
+    every = shardy.every_op(lowering.module)
+    new = [op for op in every if op not in before and op.name != CONSTRAINT]
+    return Edited(lowering, ins, new)
 
 
 def test_what_the_backward_pass_reads_is_cloned_behind_a_barrier(case):
-    lowering, _ = edited(case, presets(case.frame)["data_parallel"])
-    found = clones(lowering)
-    barriers = barriers_of(lowering)
-    products = [op for op in found if op.name == "stablehlo.dot_general"]
+    one = edited(case, presets(case.frame)["data_parallel"])
+    barriers = barriers_of(one)
+    products = [op for op in one.added if op.name == "stablehlo.dot_general"]
     assert len(barriers) == len(rematerializations(case.frame))
     # Of each layer the first product: its result is what tanh and the second
     # product's gradient need. No gradient needs the second product's.
     assert len(products) >= 4
-    made = {r for op in found for r in op.results}
+    made = {r for op in one.added for r in op.results}
     for op in products:
-        assert any(v in made for v in op.operands), "reads what went through a barrier"
+        read = [constrained_by(v) for v in op.operands]
+        assert any(v in made for v in read), "reads what went through a barrier"
+
+
+def constrained_by(value):
+    """The value in front of its constraints."""
+    owner = shardy.owner_of(value)
+    while owner is not None and owner.name == CONSTRAINT:
+        value = owner.operands[0]
+        owner = shardy.owner_of(value)
+    return value
 
 
 @pytest.mark.parametrize(
     "preset", ["data_parallel", "fully_sharded", "tensor_parallel"]
 )
 def test_the_step_computes_the_same(case, preset):
-    lowering, ins = edited(case, presets(case.frame)[preset])
+    lowering, ins, _ = edited(case, presets(case.frame)[preset])
     compiled = lowering.lowered.compile()
     arrays = [jax.device_put(x, s) for x, s in zip(case.leaves, ins, strict=True)]
     assert differences(case, jax.tree.leaves(compiled(*arrays))) == {}
@@ -80,8 +97,8 @@ def test_the_step_computes_the_same(case, preset):
 
 def test_a_kernel_with_a_rule_runs_again():
     case = prepare("kernel", lambda: model_of("strict", layers=2), SIZES)
-    lowering, ins = edited(case, presets(case.frame)["tensor_parallel"])
-    assert any(op.name == "stablehlo.custom_call" for op in clones(lowering))
+    lowering, ins, added = edited(case, presets(case.frame)["tensor_parallel"])
+    assert any(op.name == "stablehlo.custom_call" for op in added)
     compiled = lowering.lowered.compile()
     arrays = [jax.device_put(x, s) for x, s in zip(case.leaves, ins, strict=True)]
     assert differences(case, jax.tree.leaves(compiled(*arrays))) == {}
@@ -103,22 +120,22 @@ def test_a_part_computes_the_same(case):
         assert to_host(got) == pytest.approx(known[v], rel=1e-5, abs=1e-6)
 
 
-def barriers_of(lowering):
-    return [op for op in clones(lowering) if op.name.endswith("optimization_barrier")]
+def barriers_of(one):
+    return [op for op in one.added if op.name.endswith("optimization_barrier")]
 
 
 @pytest.mark.parametrize("preset", ["data_parallel", "fully_sharded"])
 def test_all_that_goes_through_a_barrier_is_read_behind_it(case, preset):
     """XLA takes the rest out of it, and clones need not wait for that any more."""
-    lowering, _ = edited(case, presets(case.frame)[preset])
-    assert barriers_of(lowering)
-    for barrier in barriers_of(lowering):
+    one = edited(case, presets(case.frame)[preset])
+    assert barriers_of(one)
+    for barrier in barriers_of(one):
         assert all(list(result.uses) for result in barrier.results)
 
 
 def test_what_was_gathered_is_gathered_again(case):
     """Otherwise it would be kept from the forward to the backward pass."""
-    lowering, _ = edited(case, presets(case.frame)["fully_sharded"])
+    lowering, _, _ = edited(case, presets(case.frame)["fully_sharded"])
     block = shardy.main_function(lowering.module).regions[0].blocks[0]
     ops = [o.operation for o in block.operations]
     gathered = [op.results[0] for op in ops if is_gathering(op)]
@@ -173,14 +190,14 @@ def test_what_cheap_ops_make_of_what_is_kept_is_not_kept(monkeypatch):
     assert makeable(program, [first]).keys() == {first}
     assert makeable(program, [second, third]) == {}
 
-    lowering, ins = edited(case, presets(case.frame)["data_parallel"])
-    arrays = [jax.device_put(x, s) for x, s in zip(case.leaves, ins, strict=True)]
-    made = lowering.lowered.compile()(*arrays)
+    one = edited(case, presets(case.frame)["data_parallel"])
+    arrays = [jax.device_put(x, s) for x, s in zip(case.leaves, one.ins, strict=True)]
+    made = one.lowering.lowered.compile()(*arrays)
     assert differences(case, jax.tree.leaves(made)) == {}
-    entering = sum(len(barrier.operands) for barrier in barriers_of(lowering))
+    entering = sum(len(barrier.operands) for barrier in barriers_of(one))
     monkeypatch.setattr("cfp.program.rematerialize.makeable", lambda *how: {})
-    lowering, _ = edited(case, presets(case.frame)["data_parallel"])
-    assert entering < sum(len(barrier.operands) for barrier in barriers_of(lowering))
+    other = edited(case, presets(case.frame)["data_parallel"])
+    assert entering < sum(len(barrier.operands) for barrier in barriers_of(other))
 
 
 def pooled_step():
@@ -225,9 +242,8 @@ def test_what_depends_on_no_argument_goes_through_no_barrier():
         return training(loss, params, normal(21, 8, 16))
 
     case = prepare("masked", step, SIZES)
-    lowering, _ = edited(case, presets(case.frame)["data_parallel"])
-    found = clones(lowering)
-    barriers = [op for op in found if op.name.endswith("optimization_barrier")]
+    one = edited(case, presets(case.frame)["data_parallel"])
+    barriers = barriers_of(one)
     through = [v for op in barriers for v in op.operands]
     assert through
 
@@ -263,10 +279,10 @@ def test_clones_wait_though_the_first_that_reads_them_does_not():
         return training(loss, params, normal(21, 8, 16))
 
     case = prepare("activation", step, SIZES)
-    lowering, _ = edited(case, presets(case.frame)["data_parallel"])
-    block = shardy.main_function(lowering.module).regions[0].blocks[0]
+    one = edited(case, presets(case.frame)["data_parallel"])
+    block = shardy.main_function(one.lowering.module).regions[0].blocks[0]
     place = {o.operation: number for number, o in enumerate(block.operations)}
-    barriers = [o for o in clones(lowering) if o.name.endswith("optimization_barrier")]
+    barriers = barriers_of(one)
     # Of the last segment the backward pass begins with what is rematerialized.
     first, *others = barriers
     assert len(others) == 2

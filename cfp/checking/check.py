@@ -251,7 +251,7 @@ class Check:
         """The step that tells what rounding does."""
         if self.planned.perturbed is None:
             return self.reference.step
-        return self.planned.perturbed()
+        return self.planned.perturbed().compile()
 
     def _rounded(
         self, expected: Any, changes: Mapping[str, float], tell: Callable[[str], None]

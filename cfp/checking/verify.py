@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +26,7 @@ from cfp.plan.plan import Plan
 from cfp.presets.presets import presets
 from cfp.printable import counted
 from cfp.profiling.builder import Built
+from cfp.profiling.in_flight import Limits
 from cfp.profiling.key import Parts, ProfileKey, environment_parts
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.profiling.tasks import MeasureOptions, Progress
@@ -42,12 +44,7 @@ from cfp.race.turns import race_programs
 from cfp.runtime.execute import resolved
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate, Solution
-from cfp.view.words import (
-    OTHER_DEVICES,
-    VERIFIED,
-    WAS_DESCRIBED,
-    basis_text,
-)
+from cfp.view.words import OTHER_DEVICES, VERIFIED, WAS_DESCRIBED, basis_text
 
 _ROUNDS = 2
 
@@ -97,22 +94,23 @@ def verify(
     """Times a plan and the presets.
 
     Args:
-        seconds: time limit; programs that are not compiled by then are left out.
+        seconds: time limit; programs that are not compiled by then are left out. A run
+            on other devices than the plan's has no limit of its own.
 
     Raises:
         PlanMismatch: the plan is for another step.
         CfpError: no program runs.
     """
     started = time.monotonic()
-    program, environment = (
-        analysis.frame.program,
-        environment_parts([*mesh.devices.flat]),
-    )
+    program = analysis.frame.program
+    environment = dict(environment_parts([*mesh.devices.flat]))
     if plan.fingerprint != program.fingerprint:
         check_arguments(plan.arg_names, plan.arg_types, step)
-        here = dict(environment)
-        raise other_program(program, plan.outline, plan.environment, here)
-    where = (*environment, ("race", "verified"))
+        raise other_program(program, plan.outline, plan.environment, environment)
+    where = (*environment.items(), ("race", "verified"))
+    marks = _marks(plan, environment)
+    # Times that other devices need say nothing of a run that hangs.
+    limits = Limits(run_seconds=inf) if OTHER_DEVICES in marks else Limits()
     mine = _program(plan, analysis, mesh, where)
     built: dict[str, Built] = {}
     with ProfileStore(store_path(cache_dir)) as store:
@@ -122,7 +120,7 @@ def verify(
             store=store,
             budget_bytes=device_memory(mesh),
             end=started + seconds,
-            options=MeasureOptions(progress=progress),
+            options=MeasureOptions(progress=progress, limits=limits),
             built=built,
         )
         programs = [mine, *_others(mine, plan.level, analysis, where)]
@@ -134,7 +132,7 @@ def verify(
             "Neither the plan nor a preset runs on these devices: "
             f"{reasons[:2000]}. Plan these devices with cfp plan."
         )
-    made = replace(plan, environment=dict(environment))
+    made = replace(plan, environment=environment)
     if best is not own:
         outcome = RaceOutcome(
             solution=Solution([best.candidate]),
@@ -142,14 +140,14 @@ def verify(
             built=built.get(best.program.identity),
             counts={"race_seconds": time.monotonic() - started},
         )
-        made = compose_plan(analysis, mesh, dict(environment), outcome)
+        made = compose_plan(analysis, mesh, environment, outcome)
     made = replace(
         made,
         measured_ms=best.time_ms,
         peak_bytes=best.peak_bytes,
         rung="measured",
         race=tuple(map(race_row, results)),
-        search={**made.search, **_counts(plan, dict(environment))},
+        search={**made.search, **marks},
         mesh=mesh,
     )
     return Verified(
@@ -161,7 +159,7 @@ def verify(
     )
 
 
-def _counts(plan: Plan, here: Mapping[str, str]) -> dict[str, float]:
+def _marks(plan: Plan, here: Mapping[str, str]) -> dict[str, float]:
     """Marks of a plan that these devices have verified: where it came from."""
     kind = plan.environment.get("device_kind", here["device_kind"])
     marks = {

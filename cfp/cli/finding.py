@@ -20,12 +20,7 @@ from jax.sharding import Mesh
 from cfp import platform
 from cfp.api import Fastest, Variant, plan_fastest
 from cfp.cli import options as o
-from cfp.cli.options import (
-    Answer,
-    leave_printing_to_process_0,
-    plan_answer,
-    save,
-)
+from cfp.cli.options import Answer, leave_printing_to_process_0, plan_answer, save
 from cfp.cli.session import check_writable, parse_pins
 from cfp.cluster.on_ray import plan_on_ray
 from cfp.context import dimensions_of

@@ -23,11 +23,7 @@ import typer
 from typer.core import TyperCommand
 
 from cfp.cli.supervise import Supervision
-from cfp.context import (
-    DetailedSettings,
-    PlannerSettings,
-    dimensions_of,
-)
+from cfp.context import DetailedSettings, PlannerSettings, dimensions_of
 from cfp.devices.joining import is_follower
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
@@ -286,7 +282,9 @@ OPTIONS: Mapping[str, Option] = {
         "--json",
         under=OUTPUT,
     ),
-    "other_devices": Option(bool, "Try the plan on devices of another kind, too."),
+    "other_devices": Option(
+        bool, "Try the plan on devices of another kind, or under another JAX, too."
+    ),
     "quiet": Option(bool, "Show no progress.", "--quiet", "-q", under=OUTPUT),
 }
 PLANS_PLATFORM = Option(str, f"{_VIRTUAL}the plan's, if not given.", metavar="NAME")

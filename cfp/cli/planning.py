@@ -82,6 +82,7 @@ def measure_curves(given: Any) -> Answer:
             devices_mesh, store, MeasureOptions(progress=display.tell)
         )
     if describe is not None:
+        describe.parent.mkdir(parents=True, exist_ok=True)
         describe.write_text(description_of(devices_mesh, rates))
     return Answer(
         partial(passes.curves_data, rates, link),

@@ -170,12 +170,14 @@ def check_writable(path: Path | None, option: str = "-o") -> None:
     """
     if path is None or is_follower():
         return
-    folder = path.parent
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
     if str(path).startswith("-"):
         problem = f"it looks like an option; a file of that name is ./{path}"
-    elif path.is_dir() or not folder.is_dir():
-        problem = "is a folder" if path.is_dir() else f"{folder} is no folder"
-    elif not os.access(path if path.exists() else folder, os.W_OK):
+    elif path.is_dir():
+        problem = "is a folder"
+    elif there != path and not there.is_dir():
+        problem = f"{there} is no folder"
+    elif not os.access(there, os.W_OK):
         problem = "it is not writable"
     else:
         return

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from math import prod
+from math import isqrt, prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,7 @@ Axes = tuple[tuple[str, int], ...]
 _TAKEN_SHARE = 0.75
 _SHORT = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x(?P<kind>[A-Za-z][\w-]*)")
 _SLICE = re.compile(r"(?P<kind>[A-Za-z][\w-]*):([1-9]\d*(?:x[1-9]\d*)*)")
+_CHIPS = re.compile(r"([A-Za-z]\w*)-([1-9]\d*)")  # v5e-8, the squarest slice
 # Of a curve whose time is a latency and so much for each byte.
 _SIZES = (1 << 10, 1 << 20, 1 << 30)
 
@@ -65,11 +66,11 @@ class Cluster:
         return closed if len(closed) < 3 else (all(closed),) * len(closed)
 
     def has(self, axes: Axes) -> bool:
-        """True if a mesh's axes lie along the slice's dims, if there is a slice."""
+        """True if jax.make_mesh lays a mesh of these axes on the slice, if any."""
         return not self.torus or self.places(axes) is not None
 
     def places(self, axes: Axes) -> np.ndarray | None:
-        """Coordinates in a slice in the order of a JAX mesh; None for a split dim."""
+        """Coordinates in a slice, as jax.make_mesh lays them; None if it refuses."""
         return _places(self.kind.device_kind, self.torus, tuple(s for _, s in axes))
 
 
@@ -239,8 +240,11 @@ def _places(
         SimpleNamespace(**chip, id=i, process_index=0, coords=(*place[::-1], 0)[:3])
         for i, place in enumerate(places)
     ]
+    splits = device_kind == "TPU v5 lite"  # of these alone jax.make_mesh splits dims
     try:
-        laid = mesh_utils.create_device_mesh(sizes, chips)
+        laid = mesh_utils.create_device_mesh(
+            sizes, chips, allow_split_physical_axes=splits
+        )
     except NotImplementedError:
         return None
     return np.array([one.coords for one in laid.flat]).reshape(*laid.shape, 3)
@@ -250,8 +254,8 @@ def described(text: str, **axes: int) -> DescribedMesh:
     """Makes a mesh of a described cluster, for :func:`cfp.plan`.
 
     Args:
-        text: ``4xh200``, ``2x8xh100`` (hosts, devices of each, kind), ``v5e:4x4`` (a
-            slice of TPUs), or a file: ``cluster.toml``.
+        text: ``4xh200``, ``2x8xh100`` (hosts, devices of each, kind), ``v5e:4x4`` or
+            ``v5e-16`` (a slice of TPUs), or a file: ``cluster.toml``.
         axes: sizes of the mesh's axes, such as ``x=2, y=8``; by default one axis of the
             devices of a host or slice, behind one of the hosts if there are several.
 
@@ -283,8 +287,8 @@ def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
     found = DescribedMesh(cluster=cluster, axes=axes)
     if not cluster.has(axes):
         raise CfpError(
-            f"The mesh {given} does not lie along the slice {text}: each axis takes "
-            f"one or several of its dims whole. x={cluster.count} does."
+            f"jax.make_mesh refuses the mesh {given} on the slice {text}: each axis "
+            f"takes one or several of its dims whole. x={cluster.count} does."
         )
     if cluster.hosts > 1 and cluster.kind.network_gb_per_s is None:
         raise CfpError(
@@ -313,23 +317,22 @@ def cluster_of(text: str) -> Cluster:
             ) from error
         hosts, per_host = found.hosts, found.devices_per_host
         return Cluster(text=path.name, kind=found, hosts=hosts, per_host=per_host)
-    slice_, match = _SLICE.fullmatch(text.strip()), _SHORT.fullmatch(text.strip())
-    words = match or slice_
-    if words is None:
-        raise CfpError(
-            f"The description {text!r} cannot be read. Expected 4xh200, 2x8xh100 "
-            "(hosts x devices of each x kind), v5e:4x4 (a slice), or a .toml file; "
-            f"kinds are {', '.join(kinds())}."
-        )
-    name, torus = words["kind"], ()
+    text = text.strip()
+    chips = _CHIPS.fullmatch(text)
+    if chips and chips[1].lower() in kinds() and kind(chips[1]).torus_dims == 2:
+        count = int(chips[2])
+        rows = next(n for n in range(isqrt(count), 0, -1) if count % n == 0)
+        text = f"{chips[1]}:{rows}x{count // rows}"
+    slice_, match = _SLICE.fullmatch(text), _SHORT.fullmatch(text)
+    words, torus = match or slice_, ()
     if slice_ is not None:
         torus = tuple(map(int, slice_[2].split("x")))
-    found = kind(name)
-    if len(torus) != found.torus_dims:
-        example = {0: f"8x{name}", 2: f"{name}:4x4", 3: f"{name}:2x2x4"}
+    found = kind(words["kind"]) if words else None
+    if found is None or len(torus) != found.torus_dims:
         raise CfpError(
-            f"{text!r} does not describe devices of {found.name}. Give "
-            f"{example[found.torus_dims]}, for instance."
+            f"The description {text!r} cannot be read. Expected 4xh200, 2x8xh100 "
+            "(hosts x devices of each x kind), v5e-16, v5e:4x4, v5p:2x2x4 (slices), or "
+            f"a .toml file; kinds are {', '.join(kinds())}."
         )
     hosts, per_host = 1, prod(torus)
     if match is not None:
@@ -337,7 +340,7 @@ def cluster_of(text: str) -> Cluster:
     count, most = hosts * per_host, found.devices_per_host
     if not torus and per_host > most:
         hosts = next(n for n in range(-(-count // most), count + 1) if count % n == 0)
-        short = f"{hosts}x{count // hosts}x{name}"
+        short = f"{hosts}x{count // hosts}x{found.name}"
         raise CfpError(
             f"A host holds {most} {found.name}, and {text} asks for {per_host} in one. "
             f"Give {short} (--for {short}), hosts with a network between them; a file "

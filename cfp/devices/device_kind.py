@@ -16,13 +16,7 @@ from importlib import resources
 from typing import Annotated, Any, Literal
 
 from jax.sharding import Mesh
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cfp.errors import CfpError, known_names
 from cfp.profiling.rates import KINDS, Curve, Rates, rising

@@ -32,14 +32,7 @@ from pydantic import (
 from cfp.analysis.strategies import Spec
 from cfp.attention.kernels import KERNELS
 from cfp.errors import PlanMismatch
-from cfp.fields import (
-    Count,
-    Flag,
-    Name,
-    first_error,
-    matching,
-    shown,
-)
+from cfp.fields import Count, Flag, Name, first_error, matching, shown
 from cfp.plan.parts import PlanRow, PlanSegment, shape_of
 from cfp.profiling.compiler_options import refused_option
 from cfp.program.constrain import Constraints

@@ -264,19 +264,19 @@ def _may_be_renamed(names: Sequence[str], others: Sequence[str]) -> bool:
 
     Arguments that have changed places are no renamed ones.
     """
-    first, second = (
-        [*dict.fromkeys(name.partition("/")[0] for name in each)]
-        for each in (names, others)
-    )
-    moved = [n for n in first if n in second and first.index(n) != second.index(n)]
-    return not moved and _inside(names) == _inside(others)
+    first, second = by_argument(names), by_argument(others)
+    order = [*second]
+    moved = any(n in order and order.index(n) != i for i, n in enumerate(first))
+    return not moved and [*first.values()] == [*second.values()]
 
 
-def _inside(names: Sequence[str]) -> list[tuple[int, str]]:
-    """For each leaf the position of its argument, and its path inside that."""
-    arguments = [name.partition("/")[0] for name in names]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(arguments))}
-    return [(numbers[name.partition("/")[0]], name.partition("/")[2]) for name in names]
+def by_argument(names: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
+    """Groups leaves by argument: for each its path in the argument, and position."""
+    found: dict[str, list[tuple[str, int]]] = {}
+    for place, name in enumerate(names):
+        root, _, rest = name.partition("/")
+        found.setdefault(root, []).append((rest, place))
+    return found
 
 
 # Options of `Plan.bind`; and what decides a plan, and nothing of one that is there.
@@ -372,18 +372,17 @@ def places_like(result: Any, names: Sequence[str], types: Sequence[str]) -> list
     Raises:
         PlanMismatch: it looks like none.
     """
-    arguments: dict[str, list[tuple[str, str]]] = {}
-    found: dict[str, list[int]] = {}
-    for place, (name, kind) in enumerate(zip(names, types, strict=True)):
-        root, _, rest = name.partition("/")
-        arguments.setdefault(root, []).append((rest, kind))
-        found.setdefault(root, []).append(place)
+    found = by_argument(names)
+    arguments = {
+        root: [(rest, types[place]) for rest, place in leaves]
+        for root, leaves in found.items()
+    }
     parts = result if isinstance(result, tuple | list) else ()
     for wanted in ([result], parts):
         left = dict(arguments)  # each argument stands for one part
         roots = [_take(left, part) for part in wanted if tree_leaves(part)]
         if roots and None not in roots:
-            return [one for root in roots if root is not None for one in found[root]]
+            return [i for root in roots if root is not None for _, i in found[root]]
     leaves = _paths(result)
     raise PlanMismatch(
         "The initialisation's result does not look like any argument of the plan "

@@ -13,9 +13,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from cfp.analysis.strategies import Spec
-from cfp.devices.described import slice_of
+from cfp.devices.described import DescribedMesh, slice_of
 from cfp.errors import PlanMismatch, known_names
-from cfp.plan.parts import path_text, places_like, shape_of, type_text
+from cfp.plan.parts import by_argument, path_text, places_like, shape_of, type_text
 from cfp.program.calling import fixed, released
 from cfp.program.constrain import partition_spec
 from cfp.program.memory import in_memory, put
@@ -41,41 +41,61 @@ class Arguments:
 Axes = Sequence[tuple[str, int]]
 
 
-def other_devices(axes: Axes, environment: Mapping[str, str], devices: Any) -> str:
+def other_devices(
+    axes: Axes, environment: Mapping[str, str], devices: Sequence[Any] | DescribedMesh
+) -> str:
     """Says how devices differ from those that a plan is for; "" if they do not.
 
     Args:
         environment: what it was made for.
     """
-    count, kinds = prod(size for _, size in axes), {one.device_kind for one in devices}
-    here = {"slice": slice_of(devices), "device_kind": ", ".join(sorted(kinds))}
-    here["platform"] = devices[0].platform
-    alike = (environment.get(name, found) == found for name, found in here.items())
-    if all(alike) and len(devices) == count:
+    planned = {**environment, "devices": str(prod(size for _, size in axes))}
+    here, names = _facts(devices), ("slice", "device_kind", "platform")
+    if all(planned.get(n, here.get(n)) == here.get(n) for n in (*names, "devices")):
         return ""
-    there = next((environment[name] for name in here if name in environment), "any")
+    there = next((environment[name] for name in names if name in environment), "any")
     text = f" ({environment['described']})" if "described" in environment else ""
-    found = here["slice"] or here["device_kind"]
+    found = here.get("slice") or here["device_kind"]
     return (
-        f"The plan is for {count} of {there}{text}, and these are {len(devices)} of "
-        f"{found}"
+        f"The plan is for {planned['devices']} of {there}{text}, and these are "
+        f"{here['devices']} of {found}"
     )
 
 
-def check_devices(axes: Axes, environment: Mapping[str, str], devices: Any) -> None:
-    """Checks that devices are those that a plan is for, in kind and number.
+def _facts(devices: Sequence[Any] | DescribedMesh) -> Mapping[str, str]:
+    """Facts of devices that a plan is held to, as its environment has them."""
+    if isinstance(devices, DescribedMesh):
+        return devices.environment
+    return {
+        "slice": slice_of(devices),
+        "device_kind": ", ".join(sorted({one.device_kind for one in devices})),
+        "platform": devices[0].platform,
+        "devices": str(len(devices)),
+    }
+
+
+def check_devices(
+    axes: Axes, environment: Mapping[str, str], devices: Sequence[Any] | DescribedMesh
+) -> None:
+    """Checks that a plan is for these devices, in kind and number, and for this JAX.
 
     Raises:
-        PlanMismatch: they are others.
+        PlanMismatch: it is for others.
     """
-    if differ := other_devices(axes, environment, devices):
-        remedy = "Use it on its devices (cfp show needs none)"
-        if {devices[0].platform, environment.get("platform", "cpu")} == {"cpu"}:
+    differ = other_devices(axes, environment, devices)
+    version, remedy = environment.get("jax_version", jax.__version__), ""
+    if differ:
+        remedy = "Use it on its devices (cfp show needs none), or plan these"
+        if {_facts(devices)["platform"], environment.get("platform", "cpu")} == {"cpu"}:
             count = prod(size for _, size in axes)
             virtual = f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
-            remedy = f"Set {virtual} for as many virtual devices"
+            remedy = f"Set {virtual} for as many virtual devices, or plan these"
+    elif version != jax.__version__:
+        differ = f"The plan is for JAX {version}, and this is JAX {jax.__version__}"
+        remedy = f"Install JAX {version}, or plan again"
+    if differ:
         raise PlanMismatch(
-            f"{differ}. {remedy}, or plan these; to try it on these all the same: "
+            f"{differ}. {remedy}; to try it here all the same: "
             "plan.on(mesh, other_devices=True), in a command --other-devices."
         )
 
@@ -139,10 +159,7 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
     """
     leaves, tree = tree_flatten_with_path(batch)
     paths = [path_text(path) for path, _ in leaves]
-    known: dict[str, dict[str, int]] = {}
-    for i, name in enumerate(arguments.names):
-        root, _, rest = name.partition("/")
-        known.setdefault(root, {})[rest] = i
+    known = by_argument(arguments.names)
     if argument is not None and argument not in known:
         raise PlanMismatch(
             f"The plan has no argument {argument!r} with arrays. "
@@ -150,7 +167,7 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
             "first that the batch looks like."
         )
     roots = [root for root in known if argument in (None, root)]
-    fits = [root for root in roots if [*known[root]] == paths]
+    fits = [root for root in roots if [path for path, _ in known[root]] == paths]
     exact = [root for root in fits if _same_types(arguments, known[root], leaves)]
     if not fits:
         raise PlanMismatch(
@@ -161,15 +178,15 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
     root = (exact or fits)[0]
     found = [
         _placed(arguments, i, leaf)
-        for i, (_, leaf) in zip(known[root].values(), leaves, strict=True)
+        for (_, i), (_, leaf) in zip(known[root], leaves, strict=True)
     ]
     return tree_unflatten(tree, found)
 
 
 def _same_types(
-    arguments: Arguments, known: Mapping[str, int], leaves: Sequence[Any]
+    arguments: Arguments, known: Sequence[tuple[str, int]], leaves: Sequence[Any]
 ) -> bool:
-    shapes = {i: shape_of(arguments.types[i]) for i in known.values()}
+    shapes = {i: shape_of(arguments.types[i]) for _, i in known}
     return all(
         np.shape(leaf) in (shape, _part(arguments.sharding(i, len(shape)), shape))
         for (_, leaf), (i, shape) in zip(leaves, shapes.items(), strict=True)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 from pydantic import ConfigDict
 
+from cfp.devices.described import DescribedMesh
 from cfp.errors import PlanMismatch
 from cfp.fields import Count, Name, Number, Rung, Time, Words
 from cfp.plan import file
@@ -30,6 +31,7 @@ from cfp.plan.parts import (
     type_text,
 )
 from cfp.plan.placing import Arguments, check_devices, made, mesh_here, placed
+from cfp.printable import clock_text
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.store import store_path
@@ -45,7 +47,6 @@ from cfp.runtime.executables import ReusableExecutable
 from cfp.runtime.execute import (
     CompiledStep,
     LoweredStep,
-    compiling_text,
     export_planned,
     load_early,
     load_or_lower,
@@ -380,8 +381,9 @@ class Plan:
         self, lowered: LoweredStep, progress: Callable[[str], None] | None = None
     ) -> CompiledStep:
         name = getattr(self._bound().fn, "__name__", "the step")
-        seconds = self.search.get("compile_seconds")
-        text = compiling_text(name, seconds)
+        text = f"compiling {name!r} under its plan"
+        if round(seconds := self.search.get("compile_seconds", 0.0)):
+            text += f", which took {clock_text(seconds)} when it was planned"
         return lowered.compile(partial(told_while, text, progress))
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -433,13 +435,13 @@ class Plan:
                 "Plan.load(path, allowed_options=[...]).",
                 stacklevel=2,
             )
-        _write(path, self.to_json())
+        _write(path, self.to_json().encode())
 
     def report(self, path: str | Path) -> None:
         """Writes the plan as one page of HTML without network and scripts."""
         from cfp.view.page import page_html
 
-        _write(path, page_html(self))
+        _write(path, page_html(self).encode())
 
     def export(self, path: str | Path) -> None:
         """Writes the step under the plan, as `jax.export` serialises it.
@@ -460,8 +462,7 @@ class Plan:
             self.constraints,
             (self.outline, self.environment),
         )
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_bytes(data)
+        _write(path, data)
 
     def to_json(self) -> str:
         """Returns the plan as JSON text."""
@@ -472,22 +473,22 @@ class Plan:
         cls,
         path: str | Path,
         *,
-        mesh: Mesh | None = None,
+        mesh: Mesh | DescribedMesh | None = None,
         allowed_options: Collection[str] = (),
     ) -> Plan:
         """Reads a saved plan, and checks all of its fields.
 
         Args:
             path: the file.
-            mesh: the devices; its axes must be those of the plan. By default the first
-                devices at the plan's first use.
+            mesh: the devices, or a described mesh; its axes must be those of the plan.
+                By default the first devices at the plan's first use.
             allowed_options: compiler options to accept beside harmless ones. Such
                 options may write files or change results: name them only for files that
                 you trust.
 
         Raises:
             PlanMismatch: the file is damaged, has other compiler options, or is for
-                another mesh or other devices; see :meth:`on`.
+                another mesh, other devices or another JAX; see :meth:`on`.
         """
         data = file.read_json(path)
         return cls.from_json(data, mesh=mesh, allowed_options=allowed_options)
@@ -497,24 +498,28 @@ class Plan:
         cls,
         data: Any,
         *,
-        mesh: Mesh | None = None,
+        mesh: Mesh | DescribedMesh | None = None,
         allowed_options: Collection[str] = (),
     ) -> Plan:
         """Makes a plan of parsed JSON; see :meth:`load`."""
         plan = file.read_plan(cls, data, _HERE, allowed_options)
         return plan.on(mesh) if mesh is not None else plan
 
-    def on(self, mesh: Mesh, *, other_devices: bool = False) -> Plan:
+    def on(self, mesh: Mesh | DescribedMesh, *, other_devices: bool = False) -> Plan:
         """Returns the plan on a mesh with its axes.
 
         Args:
-            other_devices: try it on devices of another kind.
+            mesh: the devices. A described mesh is compared with the plan's devices.
+            other_devices: try it on devices of another kind, or under another JAX.
 
         Raises:
             PlanMismatch: the mesh has other axes, devices of another kind, or is
-                another slice of TPUs.
+                another slice of TPUs; or the plan is for another version of JAX.
         """
-        check_mesh(mesh)
+        devices = mesh
+        if not isinstance(mesh, DescribedMesh):
+            check_mesh(mesh)
+            devices = [*mesh.devices.flat]
         axes = tuple((name, size) for name, size in mesh.shape.items() if size > 1)
         if axes != self.mesh_axes:
             raise PlanMismatch(
@@ -523,18 +528,19 @@ class Plan:
                 "nor --mesh), or plan again."
             )
         if not other_devices:
-            check_devices(axes, self.environment, [*mesh.devices.flat])
-        return replace(self, mesh=mesh, raced=None)
+            check_devices(axes, self.environment, devices)
+        here = mesh if isinstance(mesh, Mesh) else None
+        return replace(self, mesh=here, raced=None)
 
 
 # What a plan has in one process alone: its step, its devices and compiled programs.
 _HERE = ("mesh", "step", "out_tree", "traced_under", "raced", "tuned")
 
 
-def _write(path: str | Path, text: str) -> None:
+def _write(path: str | Path, data: bytes) -> None:
     """Writes a file, and makes its folder if it is missing."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text, encoding="utf-8")
+    Path(path).write_bytes(data)
 
 
 def _loaded(text: str, allowed_options: Collection[str]) -> Plan:

@@ -159,13 +159,13 @@ def other_program(
     lines.append("Other values of constants, such as a learning rate, are no obstacle.")
     remedy = "Pass the step, arguments, microbatches and options of the plan, or "
     remedy += "plan again."
-    if planned_for.get("jax_version") not in (None, here.get("jax_version")):
-        remedy = f"Install JAX {planned_for['jax_version']}, or plan again."
     if planned_for.get("platform", here.get("platform")) != here.get("platform"):
         lines[-1] += (
             " JAX lowers some operations, such as random numbers, in another way for "
             "each platform."
         )
         remedy = "Use the plan on the platform that it is for."
+    if planned_for.get("jax_version") not in (None, here.get("jax_version")):
+        remedy = f"Install JAX {planned_for['jax_version']}, or plan again."
     text = "The step's program is not the one that was planned. What differs:"
     return PlanMismatch("\n".join([text, *lines, remedy]))

@@ -55,18 +55,6 @@ _T = TypeVar("_T")
 _SILENT_SECONDS, _EVERY_SECONDS = 5.0, 30.0
 
 
-def compiling_text(name: str, seconds: float | None) -> str:
-    """Words for the compile of a step under its plan.
-
-    Args:
-        seconds: what it took when it was planned, if that is known.
-    """
-    before = ""
-    if seconds is not None and round(seconds):
-        before = f", which took {clock_text(seconds)} when it was planned"
-    return f"compiling {name!r} under its plan{before}"
-
-
 @contextmanager
 def told_while(doing: str, tell: Callable[[str], None] | None = None) -> Iterator[None]:
     """Shows a text, at once or, on standard error, if the work takes long.
@@ -148,8 +136,8 @@ class CompiledStep:
         compiled: the compiled program over flat arguments and results.
         in_shardings, out_shardings: one for each leaf.
         narrow: ops that still compute in less than float32 in a widened step.
-        perturbed: compiles the step with operands and results of narrow ops moved by
-            half of their last bit; None without narrow ops.
+        perturbed: lowers the step with operands and results of narrow ops moved by half
+            of their last bit; None without narrow ops.
         double: True if a widened step computes in float64 throughout.
         alarm: exceptions of functions of the host, if the step calls any.
         raced: True if a race of this process compiled the step.
@@ -161,7 +149,7 @@ class CompiledStep:
     out_shardings: tuple[NamedSharding, ...]
     out_tree: Any
     narrow: tuple[str, ...] = ()
-    perturbed: Callable[[], CompiledStep] | None = None
+    perturbed: Callable[[], LoweredStep] | None = None
     double: bool = False
     alarm: Alarm | None = None
     raced: bool = False
@@ -236,7 +224,7 @@ def export_planned(
 
     Args:
         mesh, fingerprint, arg_specs, output_specs, constraints, planned: as of
-            `compile_step`.
+            `load_or_lower`.
 
     Raises:
         PlanMismatch: the step's program is not the one that was planned, or it calls
@@ -277,7 +265,7 @@ class LoweredStep:
     def compile(
         self, compiling: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> CompiledStep:
-        """Compiles it, if it has to be; see `compile_step`.
+        """Compiles it, if it has to be.
 
         Raises:
             CfpError: the compiler made another program of it.
@@ -289,19 +277,6 @@ class LoweredStep:
         if self.keep is not None:
             self.keep(compiled)
         return self.make(compiled)
-
-
-def compile_step(*args: Any, **kwargs: Any) -> CompiledStep:
-    """Lowers a step under shardings, inserts the constraints, and compiles it.
-
-    Args:
-        args, kwargs: as of `load_or_lower`.
-
-    Raises:
-        PlanMismatch: the step's program is not the one that was planned.
-        CfpError: the compiler made another program of it.
-    """
-    return load_or_lower(*args, **kwargs).compile()
 
 
 @unchecked()
@@ -350,11 +325,11 @@ def load_or_lower(
         raced = None
     _constrain(lowering, program, mesh, constraints)
     narrow: tuple[str, ...] = ()
-    again: Callable[[], CompiledStep] | None = None
+    again: Callable[[], LoweredStep] | None = None
     double = is_same = False
     if wide:
         again = partial(
-            compile_step,
+            load_or_lower,
             *(step, mesh, fingerprint, arg_specs, output_specs, constraints, options),
             wide=True,
             perturbed=True,

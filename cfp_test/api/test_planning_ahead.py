@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 
 import jax
@@ -292,6 +293,44 @@ def test_other_devices_than_planned_for_have_one_clear_message(ahead, folder, me
     measured = replace(ahead, environment={"device_kind": "NVIDIA H200"})
     with pytest.raises(PlanMismatch, match=r"for 4 of NVIDIA H200, and these are 4"):
         measured.bind(step, *arguments(), mesh=mesh)
+
+
+def test_a_plan_is_loaded_for_a_described_mesh(ahead, folder):
+    ahead.save(folder / "plan.json")
+    loaded = cfp.Plan.load(folder / "plan.json", mesh=cfp.described("4xh200"))
+    assert loaded == ahead and loaded.mesh is None
+    for text, differ in (("4xh100", "4 of NVIDIA H100"), ("8xh200", "mesh {'x': 8}")):
+        with pytest.raises(PlanMismatch, match=differ):
+            cfp.Plan.load(folder / "plan.json", mesh=cfp.described(text))
+
+
+def test_a_plan_of_another_jax_is_refused_before_its_program_is_read(ahead, mesh):
+    where = {"device_kind": "cpu", "platform": "cpu", "jax_version": "0.9.1"}
+    other = replace(ahead, environment=where)
+    text = (
+        rf"is for JAX 0\.9\.1, and this is JAX {re.escape(jax.__version__)}\. Install"
+    )
+    for use in (lambda: other.on(mesh), lambda: other.bind(print, mesh=mesh)):
+        with pytest.raises(PlanMismatch, match=text) as caught:
+            use()
+        assert "or plan again; to try it here all the same" in str(caught.value)
+    assert other.on(mesh, other_devices=True).mesh is mesh
+
+
+def test_on_other_devices_no_run_is_given_up(verified, mesh, tmp_path, monkeypatch):
+    found, analysis, flat = verified
+    limits = []
+
+    def race(builder, programs, rounds):
+        limits.append(builder.options.limits.run_seconds)
+        raise CfpError("seen")
+
+    monkeypatch.setattr(sys.modules[verify.__module__], "race_programs", race)
+    here = {**found.plan.environment, "device_kind": "cpu"}
+    for made in (found.plan, replace(found.plan, environment=here)):
+        with pytest.raises(CfpError, match="seen"):
+            verify(made, analysis, flat, None, mesh=mesh, cache_dir=tmp_path)
+    assert limits == [float("inf"), 60.0]
 
 
 def test_another_step_has_one_clear_message(verified, ahead, mesh):

@@ -26,7 +26,7 @@ from cfp.presets.presets import DATA_PARALLEL, plainest, presets
 from cfp.program.replace import Replacement, Sites
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import trace
-from cfp.runtime.execute import CompiledStep, compile_step
+from cfp.runtime.execute import CompiledStep, load_or_lower
 from cfp_test.support.named_kernels import kernels_named
 
 
@@ -92,7 +92,7 @@ class Step:
             assert isinstance(way, Way), way
             found += replacements(frame.program, match, way)
         constrained = dataclasses.replace(constraints(layout), replaced=tuple(found))
-        compiled = compile_step(
+        compiled = load_or_lower(
             self.flat,
             self.mesh,
             None,
@@ -100,7 +100,7 @@ class Step:
             layout.output_specs(),
             constrained,
             wide=wide,
-        )
+        ).compile()
         return compiled, constrained.replaced
 
     def far(

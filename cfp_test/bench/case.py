@@ -21,7 +21,7 @@ from cfp.profiling.inputs import InputKind
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.overwritten import miscompile_reason
 from cfp.race.programs import RaceOutcome
-from cfp.runtime.execute import compile_step
+from cfp.runtime.execute import load_or_lower
 from cfp.solution import Candidate, Solution
 from cfp.targets import model_target
 
@@ -120,7 +120,7 @@ def make_choice(
     bound = plan.bound_to(session.step, session.lowering.out_tree)
 
     def compiled(chosen: Mapping[str, str]) -> Flat:
-        made = compile_step(
+        made = load_or_lower(
             session.step,
             mesh,
             plan.fingerprint,
@@ -128,7 +128,7 @@ def make_choice(
             plan.output_specs,
             plan.constraints,
             chosen,
-        )
+        ).compile()
         return Flat(made.compiled)
 
     state, batch = session.target.args

@@ -53,7 +53,7 @@ MISTAKES: list[list[str]] = [
     ["plan", TOY, *ON_CPU, "--pin", "bias=x"],
     ["plan", TOY, *ON_CPU, "--pin", "weights/up=y"],
     ["plan", TOY, *ON_CPU, "--pin", "weights/up=None,None,x"],
-    ["plan", TOY, *ON_CPU, "-o", "absent/plan.json"],
+    ["plan", TOY, *ON_CPU, "-o", "/dev/null/plan.json"],
     ["plan", TOY, *ON_CPU, "--workdir", "/proc/cfp"],
     ["plan", TOY, *ON_CPU, "--workdir", "work", "--preset", "fsdp"],
     ["plan", TOY, *ON_CPU, "--workdir", "work", "--preset", "x=data,y=tensor"],

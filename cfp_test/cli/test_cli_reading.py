@@ -31,7 +31,8 @@ def done(tmp_path_factory):
     HOSTILE.save(folder / "hostile.json")
     lines = {
         "report": "show hostile.json --html report.html",
-        "nowhere": "show hostile.json --html no/report.html",
+        "made": "show hostile.json --html new/pages/report.html",
+        "nowhere": "show hostile.json --html deep.json/report.html",
         "explain": "show deep.json --explain",
         "block": "show deep.json --explain --block layer_95",
         "unknown": "show deep.json --explain --block attention",
@@ -47,8 +48,10 @@ def test_a_report_is_written(done):
     found, folder = done
     assert found["report"].code == 0
     assert (folder / "report.html").read_text() == page_html(HOSTILE)
+    assert found["made"].code == 0
+    assert (folder / "new/pages/report.html").read_text() == page_html(HOSTILE)
     assert found["nowhere"].code == 2
-    assert "no is no folder" in found["nowhere"].err
+    assert "deep.json is no folder" in found["nowhere"].err
 
 
 def test_plans_are_shown(done, monkeypatch):

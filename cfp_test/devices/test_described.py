@@ -57,6 +57,15 @@ def test_short_descriptions(text, hosts, per_host):
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "torus"),
+    [("v5e-8", (2, 4)), ("V6E-32", (4, 8)), ("v5litepod-256", (16, 16))],
+)
+def test_a_slice_goes_by_its_number_of_chips_too(text, torus):
+    found = cluster_of(text)
+    assert (found.torus, found.count) == (torus, torus[0] * torus[1])
+
+
 def test_a_file_with_hosts_alone_has_as_many_devices_in_each_as_the_kind(tmp_path):
     file = tmp_path / "four.toml"
     file.write_text('kind = "h200"\nhosts = 4\n')
@@ -160,7 +169,8 @@ def test_what_is_exported_can_be_planned_for(tmp_path):
         ("16xv5e", {}, CfpError, ("v5e:4x4",)),
         ("v5p:4x4", {}, CfpError, ("v5p:2x2x4",)),
         ("h100:2x2", {}, CfpError, ("8xh100",)),
-        ("v5e:4x4", {"x": 2, "y": 8}, CfpError, ("x=2 x y=8", "x=16")),
+        ("v6e:4x4", {"x": 2, "y": 8}, CfpError, ("x=2 x y=8", "x=16", "make_mesh")),
+        ("v5p-8", {}, CfpError, ("v5p:2x2x4",)),
     ],
 )
 def test_bad_descriptions_name_what_came_and_what_to_give(text, axes, error, named):
@@ -211,6 +221,18 @@ def test_slices_are_laid_out_as_jax_does():
     assert {tuple(one) for one in places[:, 0]} == {(0, 0, z) for z in range(4)}
     assert slice_.places((("x", 16),)).shape == (16, 3)
     assert cluster_of("v6e:4x4").places((("x", 2), ("y", 8))) is None
+    # Of a v5e make_mesh splits a dim: y has all of one, and half of the other.
+    split = cluster_of("v5e:4x4").places((("x", 2), ("y", 8)))
+    assert (np.ptp(split[0], axis=0) + 1).tolist() == [4, 2, 1]
+    blocks = cluster_of("v5e:2x4").places((("x", 2), ("y", 4)))
+    assert [(np.ptp(one, axis=0) + 1).tolist() for one in blocks] == [[2, 2, 1]] * 2
+
+
+def test_an_axis_that_splits_a_dim_is_no_faster_than_a_whole_one():
+    whole = _ms("v5e:4x4", "all-gather", "y", x=4, y=4)
+    split = {name: _ms("v5e:4x4", "all-gather", name, x=2, y=8) for name in "xy"}
+    assert split["x"] >= 0.9 * whole * 2 / 3  # half of it, by 2/3 of a link
+    assert split["y"] > 0.5 * whole
 
 
 def test_dims_of_a_slice_close_to_rings_where_it_is_made_of_whole_ones():

@@ -27,7 +27,7 @@ from cfp.program.constrain import Constraints, constrain, partition_spec
 from cfp.program.memory import in_memory
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import lower_step
-from cfp.runtime.execute import CompiledStep, compile_step
+from cfp.runtime.execute import CompiledStep, load_or_lower
 from cfp.search.jobs import constraints_of
 from cfp_test.random_steps.compare import (
     MORE_NUDGES,
@@ -158,7 +158,7 @@ class Subject:
         executables: Path | None = None,
     ) -> CompiledStep:
         """Compiles the step as a plan's is compiled."""
-        return compile_step(
+        return load_or_lower(
             self.step,
             self.mesh,
             self.analysis.frame.program.fingerprint,
@@ -166,7 +166,7 @@ class Subject:
             output_specs,
             constraints,
             environment=BuildEnvironment(folder=executables),
-        )
+        ).compile()
 
     def quickly_compiled(
         self,

@@ -21,6 +21,11 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...], str]] = {
         (),
         "plans for one GPU beside jax.jit",
     ),
+    "fp8_training": (
+        "cfp_test.bench.fp8_training",
+        (),
+        "a GPT trained in bfloat16 and in FP8; one GPU",
+    ),
     "full_model": (
         "cfp_test.bench.full_model",
         (),

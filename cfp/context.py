@@ -188,9 +188,6 @@ class DetailedSettings(PlannerSettings):
     Attributes:
         in_context: True measures segments beside a neighbour, too: better predictions
             from twice as many programs.
-        plans: number of plans that race by each prediction (segments beside a
-            neighbour, and alone); by default 1. If memory decides, one more is searched
-            with smaller temporaries.
         constraint_levels: levels of the presets in the race: all at the first, the
             fastest at each. By default all levels; one on virtual CPU devices.
         reach: limit of predicted time for candidates, as a multiple of the fastest that
@@ -199,7 +196,6 @@ class DetailedSettings(PlannerSettings):
     """
 
     in_context: bool = True
-    plans: int | None = None
     constraint_levels: tuple[ConstraintLevel, ...] | None = None
     reach: float | None = None
 
@@ -395,7 +391,6 @@ def _rules(
     return replace(
         usual,
         estimates=isinstance(mesh, DescribedMesh) or (usual.estimates and unasked),
-        plans=settings.plans or usual.plans,
         levels=settings.constraint_levels or levels,
         reach=dict.fromkeys(ConstraintLevel, reach) if reach else usual.reach,
         compiler_options=usual_options if options is None else options,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping
+from copy import copy
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path, PurePath
 
 _OWN = Path(__file__).resolve().parent
@@ -104,16 +104,16 @@ class MemoryBudgetError(CfpError):
       fastest_ms: predicted step time of the fastest plan, or None.
     """
 
-    fastest_ms: float | None = None
-
     def __init__(
         self,
         message: str,
         *,
-        smallest_feasible_bytes: int,
+        # Has a value, so that pickle makes the error of its message and attributes.
+        smallest_feasible_bytes: int = 0,
         contributors: Iterable[tuple[str, int]] = (),
     ):
         super().__init__(message)
+        self.fastest_ms: float | None = None
         self.smallest_feasible_bytes = smallest_feasible_bytes
         self.contributors = sorted(
             contributors, key=lambda contributor: contributor[1], reverse=True
@@ -128,20 +128,6 @@ class MemoryBudgetError(CfpError):
         """
         first, *rest = str(self).split("\n")
         rest.insert(0 if behind_first else len(rest), f"  {line}")
-        found = MemoryBudgetError(
-            "\n".join([first, *rest]),
-            smallest_feasible_bytes=self.smallest_feasible_bytes,
-            contributors=self.contributors,
-        )
-        found.fastest_ms = self.fastest_ms
+        found = copy(self)
+        found.args = ("\n".join([first, *rest]),)
         return found
-
-    def __reduce__(self):
-        # The default rebuilds an exception from `args` alone, which fails for
-        # required keywords: and errors do travel between processes.
-        make = partial(
-            type(self),
-            smallest_feasible_bytes=self.smallest_feasible_bytes,
-            contributors=self.contributors,
-        )
-        return make, self.args, self.__dict__

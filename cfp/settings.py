@@ -149,7 +149,6 @@ class PlatformDefaults:
     Attributes:
         estimates: whether choices are made by estimates unless measuring is asked for;
             times vary there, too, and no race goes on until it is clear what is faster.
-        plans: how many of the best plans race, by each way to predict.
         estimate_reach: presets that are estimated to take this many times as long as
             the best of them are not measured. decisions.md, "Presets far
             behind by estimate are not measured".
@@ -171,7 +170,6 @@ class PlatformDefaults:
     """
 
     estimates: bool = False
-    plans: int = 1
     estimate_reach: float = 1.25
     reach: Mapping[ConstraintLevel, float]
     levels: tuple[ConstraintLevel, ...] = tuple(ConstraintLevel)

@@ -25,7 +25,7 @@ from cfp.analysis.storage import find_storage, pair_outputs
 from cfp.analysis.strategies import BlockSharding, Mesh, Spec
 from cfp.errors import CfpError, known_names
 from cfp.printable import counted
-from cfp.program.graph import Program, axes_of, path_matches, reached, searched_once
+from cfp.program.graph import Program, axes_of, path_matches, searched_once
 
 # (segment that makes or stores, segment that reads)
 Pair = tuple[int, int]
@@ -225,12 +225,8 @@ def update_blocks(frame: Frame) -> set[int]:
 
 def _downstream(flow: Flow, values: Sequence[int]) -> set[int]:
     """Finds the ops that compute with some values, directly or not."""
-
-    def readers(some: Sequence[int]) -> list[int]:
-        return [op.id for value in some for op, _ in flow.readers(value)]
-
-    ops = flow.program.ops
-    return {*reached(readers(values), lambda op: readers(ops[op].results))}
+    made = flow.made_of(values, lambda op: True)
+    return {op.id for op, _ in flow.readers(*made)}
 
 
 # -------------------------------------------------------------------------------- pins

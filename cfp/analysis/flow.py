@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -97,18 +97,26 @@ class Flow:
             return op.results[place], *op.entered(place)
         return (op.results[place],)
 
-    def readers(self, value: int) -> Iterator[tuple[Op, int]]:
-        """The ops that compute with a value, with the operand's index."""
-        ops, users = self.program.ops, self.program.users
+    def readers(self, *values: int) -> Iterator[tuple[Op, int]]:
+        """The ops that compute with some values, with the operand's index."""
+        for v in self.made_of(values, lambda _: False):
+            for user, index in self.program.users[v]:
+                if not passes(op := self.program.ops[user]):
+                    yield op, index
 
-        def passed_on(v: int) -> list[int]:
-            places = (place for place in users[v] if passes(ops[place[0]]))
-            return [other for place in places for other in self.becomes(*place)]
+    def made_of(
+        self, values: Iterable[int], follows: Callable[[Op], bool]
+    ) -> Iterator[int]:
+        """Some values, and all that some ops make of them."""
 
-        for v in reached([value], passed_on):
-            for user, index in users[v]:
-                if not passes(ops[user]):
-                    yield ops[user], index
+        def further(v: int) -> Iterator[int]:
+            for user, index in self.program.users[v]:
+                if passes(op := self.program.ops[user]):
+                    yield from self.becomes(user, index)
+                elif follows(op):
+                    yield from op.results
+
+        return reached(values, further)
 
     @cached_property
     def canonical(self) -> dict[int, int]:

@@ -110,19 +110,24 @@ class Frame:
         init=False, default_factory=dict, compare=False, repr=False
     )  # See `searched_once`.
 
-    def stored_spec(self, group: StorageGroup, mode: Storage, used: Spec) -> Spec:
-        """The widest sharding of a storage group.
+    def stored_specs(
+        self, group: StorageGroup, mode: Storage, wanted: Spec | None
+    ) -> tuple[Spec, Spec]:
+        """The shardings of a storage group's parameter: as used, and as stored.
 
         Args:
-            used: how the first block that reads its parameter wants it.
+            wanted: how the first block that reads its parameter wants it.
         """
-        largest = mode is Storage.LARGEST and group.args[0] not in self.pins
+        first, whole = group.args[0], ((),) * len(group.shape)
+        used = even_spec(wanted or whole, group.shape, self.mesh)
+        used = self.pins.get(first, used)
+        largest = mode is Storage.LARGEST and first not in self.pins
         if mode is Storage.USED or (largest and len(squeeze(group.shape)) < 2):
-            return used
-        used = ((),) * len(group.shape) if largest else used
+            return used, used
         kept = self.outer if mode is Storage.INNER else frozenset[str]()
-        whole = group.whole_dims
-        return extend_spec(used, group.shape, self.mesh, whole, kept, largest=largest)
+        start, dims = whole if largest else used, group.whole_dims
+        wide = extend_spec(start, group.shape, self.mesh, dims, kept, largest=largest)
+        return used, wide
 
     def effective(self, mode: Storage, groups: Iterable[StorageGroup]) -> Storage:
         """The first of the modes that store some groups as this one does."""
@@ -262,11 +267,8 @@ class Layout:
     ) -> tuple[Spec, dict[int, Spec]]:
         """Finds the sharding of a group and of its arguments, before it is laid out."""
         first, pins = group.args[0], self.frame.pins
-        used = self.read_spec(self.frame.program.args[first])
-        used = used or ((),) * len(group.shape)
-        used = even_spec(used, group.shape, self.frame.mesh)
-        used = pins.get(first, used)
-        wide = self.frame.stored_spec(group, mode, used)
+        wanted = self.read_spec(self.frame.program.args[first])
+        used, wide = self.frame.stored_specs(group, mode, wanted)
         kept = {first, *group.read_args} if mode is Storage.OPTIMIZER else set[int]()
         return wide, {p: pins.get(p, used if p in kept else wide) for p in group.args}
 

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cfp.analysis.blocks import Block
+from cfp.analysis.flow import Flow
 from cfp.analysis.layout import Frame
 from cfp.program.graph import Program, searched_once
 
@@ -325,34 +326,13 @@ def group_readers(frame: Frame) -> list[set[int]]:
 
     Without such blocks, those that make its gradient.
     """
-    program = frame.program
+    program, flow = frame.program, Flow(frame.program)
     readers = []
     for group in frame.groups:
-        inside = set(group.ops)
-        candidates = [
-            frame.block_of[user]
-            for position in group.args
-            for user in _reach(program, program.args[position], inside)
-            if frame.block_of[user] >= 0
-        ]
-        if not candidates:
-            producers = [program.values[v].producer for v in group.gradients]
-            candidates = [frame.block_of[p] for p in producers if p >= 0]
-        readers.append({c for c in candidates if c >= 0})
+        users = flow.readers(*(program.args[position] for position in group.args))
+        blocks = {frame.block_of[op.id] for op, _ in users} - {-1}
+        if not blocks:
+            makers = filter(None, map(program.maker, group.gradients))
+            blocks = {frame.block_of[op.id] for op in makers} - {-1}
+        readers.append(blocks)
     return readers
-
-
-def _reach(program: Program, value: int, inside: set[int]) -> list[int]:
-    """The ops that read a value, also where a loop carries it inside."""
-    found, stack = [], [value]
-    while stack:
-        v = stack.pop()
-        for user, index in program.users[v]:
-            op = program.ops[user]
-            if user in inside:
-                continue
-            if op.kind == "while" and index < len(op.operands):
-                stack.extend(op.entered(index))
-            else:
-                found.append(user)
-    return found

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from math import prod
 
 from cfp.analysis.contractions import is_contraction, model_flops
-from cfp.analysis.flow import Flow, passes
+from cfp.analysis.flow import Flow
 from cfp.analysis.layout import Frame, program_flops, rematerialized_flops
-from cfp.program.graph import Op, Program, call_flops, product_dtype, reached
+from cfp.program.graph import Op, Program, call_flops, product_dtype
 
 _NARROW = ("bf16", "f16")
 _INTEGERS = ("i8", "i16", "i32", "i64", "ui8", "ui16", "ui32", "ui64")
@@ -132,8 +132,8 @@ def _looked_up(
         return op.kind in _ROWS_PASS
 
     start = [v for v in rows if is_index(v) and len(values[v].shape) >= 2]
-    index = {*reached(start, lambda v: _made(flow, v, indices))}
-    table = {*reached(tables, lambda v: _made(flow, v, of_a_table))}
+    index = {*flow.made_of(start, indices)}
+    table = {*flow.made_of(tables, of_a_table)}
     for op in program.ops:
         if op.kind != "gather" or op.operands[0] not in table:
             continue
@@ -143,17 +143,6 @@ def _looked_up(
         is_row = width > 1 and prod(values[op.results[0]].shape) == count * width
         if is_row and op.operands[1] in index and not program.in_uncounted(op.id):
             yield count * op.repeat
-
-
-def _made(flow: Flow, value: int, follows: Callable[[Op], bool]) -> Iterator[int]:
-    """Yields what some ops make of a value, which loops and barriers pass on."""
-    program = flow.program
-    for user, place in program.users[value]:
-        op = program.ops[user]
-        if passes(op):
-            yield from flow.becomes(user, place)
-        elif follows(op):
-            yield from op.results
 
 
 def _share(program: Program, is_meant: Callable[[Program, Op], bool]) -> float:

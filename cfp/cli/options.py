@@ -402,7 +402,7 @@ def settings(
             run_seconds=given["run_timeout"], build_seconds=given["build_timeout"]
         )
     if given.get("quick"):
-        found |= {"in_context": False, "plans": 1}
+        found["in_context"] = False
         found["constraint_levels"] = (ConstraintLevel.EVERYTHING,)
     return DetailedSettings(progress=progress, **found)
 

@@ -17,7 +17,7 @@ from math import prod
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.flow import passes
 from cfp.analysis.layout import Frame, Storage
-from cfp.analysis.storage import even_spec, spec_ways
+from cfp.analysis.storage import spec_ways
 from cfp.analysis.strategies import (
     FactorAxes,
     Mesh,
@@ -283,7 +283,7 @@ class Terms:
         frame, program = self.frame, self.frame.program
         group = frame.groups[index]
         main = program.args[group.args[0]]
-        used, wide = self.stored_specs(index, wants, mode)
+        used, wide = frame.stored_specs(group, mode, next(iter(wants), None))
         size, moves = program.values[main].size_bytes, 0.0
         if mode is Storage.OPTIMIZER:
             moves = self.transition_ms(size, wide, (), used, index)
@@ -316,8 +316,8 @@ class Terms:
     def _one_gradient_ms(
         self, index: int, v: int, made: Made, wants: tuple[Spec, ...], mode: Storage
     ) -> float:
-        program, shape = self.frame.program, self.frame.groups[index].shape
-        _, wide = self.stored_specs(index, wants, mode)
+        program, group = self.frame.program, self.frame.groups[index]
+        _, wide = self.frame.stored_specs(group, mode, next(iter(wants), None))
         targets, turns, value = [wide], self.turns(v), program.values[v]
         readers = [program.ops[user] for user, _ in program.users[v]]
         order: Sequence[int] = range(len(value.shape))
@@ -327,7 +327,7 @@ class Terms:
         if len(have) != len(wide):
             # A loop makes a stack's gradients one by one.
             places = combinations(range(len(wide)), len(sizes))
-            alike = (at for at in places if tuple(shape[d] for d in at) == sizes)
+            alike = (at for at in places if tuple(group.shape[d] for d in at) == sizes)
             targets = [tuple(wide[d] for d in at) for at in alike] or [have]
             turns = self._repeats.get(self.same(v), 1)
         moves = ((value.size_bytes, have, made[1], to, index) for to in targets)
@@ -337,17 +337,6 @@ class Terms:
         """The shardings in which a block reads a group's parameter."""
         main = self.frame.program.args[self.frame.groups[index].args[0]]
         return terms.reads.get(self.same(main), ())
-
-    def stored_specs(
-        self, index: int, wants: tuple[Spec, ...], mode: Storage
-    ) -> tuple[Spec, Spec]:
-        """Returns the shardings of a group's parameter as used, and as stored."""
-        frame = self.frame
-        group = frame.groups[index]
-        used = wants[0] if wants else ((),) * len(group.shape)
-        used = even_spec(used, group.shape, frame.mesh)
-        used = frame.pins.get(group.args[0], used)
-        return used, frame.stored_spec(group, mode, used)
 
     def _narrowed(self, reads: Sequence[int], main: int) -> float:
         """Returns the factor by which a cast shrinks a parameter before its use."""

@@ -51,7 +51,7 @@ from cfp.search.choices import estimate_kinds, picks_of, whole_choice
 from cfp.search.expected import build_problem, estimate_options, expect
 from cfp.search.problem import Problem, scale_memory
 from cfp.search.requests import Profiles, measured_options
-from cfp.search.solver import best_solutions
+from cfp.search.solver import solve
 from cfp.settings import COMPILED_TO_PREDICTED, PRESETS_BY_ESTIMATE, Dimension
 from cfp.solution import RACE_SECONDS, Candidate, Solution, Stage, prediction_of
 
@@ -76,27 +76,20 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     for alone in () if problems else (False, True):
         options = measured_options(costs, wanted, profiles.records, alone)
         problems.append(build_problem(costs, options, context.budget_bytes))
-    problem, tight, plans = problems[0], profiles.memory_bound, context.rules.plans
+    problem, tight = problems[0], profiles.memory_bound
     if profiles.problem and decided_by is DecidedBy.RACE:
         named = _fastest(analysis, named, problem)
     named |= {name: c for name, c in known if name in PROPAGATED}
     named = plain = with_kernels(analysis, problem, named)
-    # Of each problem, with its memory as predicted or scaled, how many of the best.
-    ways = [(1.0, plans)]
-    if tight and not (profiles.problem and plans == 1):
-        ways = [(1.0, max(1, plans - 1))]
-        if compiled:
-            # Programs that rematerialize may turn out smaller than predicted.
-            ways.append((COMPILED_TO_PREDICTED, 1))
-    searches = [
-        (p if share == 1.0 else scale_memory(p, share), count)
-        for p in problems
-        for share, count in ways
-    ]
+    searches = problems
+    if tight and compiled and not profiles.problem:
+        # Programs that rematerialize may turn out smaller than predicted.
+        scale = COMPILED_TO_PREDICTED
+        searches = [one for p in problems for one in (p, scale_memory(p, scale))]
     found = dict.fromkeys(
         whole_choice(analysis, one, best)
-        for one, count in searches
-        for best in best_solutions(one, count)
+        for one in searches
+        if (best := solve(one)) is not None
     )
     if tight:
         # Where the compiler may yet save some memory, more may fit; it will say so.
@@ -229,7 +222,7 @@ def _fitting_as_compiled(
     best = dict.fromkeys(
         whole_choice(analysis, one, found)
         for one in scaled
-        for found in best_solutions(one, context.rules.plans)
+        if (found := solve(one)) is not None
     )
     reckonings = (scaled[0], scale_memory(scaled[0], context.usual_temp_share))
     again = rematerialized(analysis, reckonings, solution.named)

@@ -180,7 +180,7 @@ def propagated(frame: Frame) -> Mapping[str, Choice]:
     arguments = [layout.arg_spec(position) for position in range(len(program.args))]
     for group in frame.groups:
         used = arguments[group.args[0]]
-        wide = frame.stored_spec(group, Storage.LARGEST, used)
+        _, wide = frame.stored_specs(group, Storage.LARGEST, used)
         for position in group.args:
             arguments[position] = frame.pins.get(position, wide)
     outputs: list[Spec | None] = [None] * len(program.outputs)

@@ -32,12 +32,7 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.race.programs import RaceProgram, is_compiled_too_large, programs_of
 from cfp.search.problem import Problem
-from cfp.settings import (
-    LIMITED_TIME,
-    STAY_AFTER_LOOK,
-    WORTH_HAVING,
-    ConstraintLevel,
-)
+from cfp.settings import STAY_AFTER_LOOK, WORTH_HAVING, ConstraintLevel
 from cfp.solution import Candidate, prediction_of
 
 EARLIER_RUN = "from an earlier run"
@@ -220,12 +215,9 @@ def known_to_fit(
     if answer is not None and not answer.is_old(record for _, record in fitting):
         there = {pair[1].choice: pair for pair in ranked}
         chosen = [there[choice] for choice in answer.known if choice in there]
-    elif fitting:
-        limit_ms = LIMITED_TIME * fitting[0][1].time_ms
-        near = fitting[: context.rules.plans]
-        chosen = [pair for pair in near if pair[1].time_ms <= limit_ms]
     else:
-        chosen = sorted(ranked, key=lambda pair: pair[1].peak_bytes)[:1]
+        smallest_first = sorted(ranked, key=lambda pair: pair[1].peak_bytes)
+        chosen = (fitting or smallest_first)[:1]
     return [
         replace(
             one,

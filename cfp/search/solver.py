@@ -302,30 +302,6 @@ def leanest(problem: Problem) -> Assignment:
     return problem.solution(picks)
 
 
-def best_solutions(problem: Problem, count: int) -> list[Assignment]:
-    """The best solution, and others that differ from it where it matters.
-
-    Each next one may not use what the one before chose for the kind of segment that
-    takes most of the time.
-    """
-    found: list[Assignment] = []
-    kept = [list(problem.allowed(kind)) for kind in range(len(problem.options))]
-    while len(found) < count and all(kept):
-        best = solve(problem.among(kept) if found else problem)
-        if best is None:
-            break
-        found.append(best)
-        spent: dict[tuple[int, int], float] = {}
-        for kind, pick in zip(problem.kinds, best.picks, strict=True):
-            time_ms = problem.options[kind][pick].time_ms
-            spent[kind, pick] = spent.get((kind, pick), 0.0) + time_ms
-        if not spent:  # a program without segments leaves nothing to choose
-            break
-        kind, pick = max(spent, key=lambda choice: spent[choice])
-        kept[kind].remove(pick)
-    return found
-
-
 class _Partials(NamedTuple):
     """Partial choices, as columns.
 

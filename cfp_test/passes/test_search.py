@@ -119,7 +119,6 @@ def test_a_search_as_compiled_finds_the_fastest_that_fits_then(
     rules = SimpleNamespace(
         dimensions=ALL_DIMENSIONS,
         estimates=False,
-        plans=1,
         levels=(ConstraintLevel.EVERYTHING,),
     )
     context: Any = SimpleNamespace(rules=rules, environment=(), usual_temp_share=1.0)
@@ -156,7 +155,7 @@ def test_the_last_resort_is_named_like_no_candidate(found, monkeypatch):
             programs[0].candidate.key: CompiledBytes(temp_bytes=best.memory_bytes)
         },
     )
-    rules = SimpleNamespace(plans=1, levels=(ConstraintLevel.EVERYTHING,))
+    rules = SimpleNamespace(levels=(ConstraintLevel.EVERYTHING,))
     context: Any = SimpleNamespace(rules=rules, environment=(), usual_temp_share=1.0)
     smallest = _smallest(context, analysis, solution, [])
     assert smallest is not None

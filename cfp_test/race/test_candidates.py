@@ -145,7 +145,6 @@ def known(analysis, tmp_path):
             environment=(),
             settings=DetailedSettings(),
             rules=SimpleNamespace(
-                plans=1,
                 compiler_options={"option": OPTION},
                 replacing_for_memory=Replacing(),
             ),

@@ -281,24 +281,9 @@ def _zero(one: jax.ShapeDtypeStruct) -> jax.Array:
 _CUTTING = Lock()
 
 
-@dataclass(frozen=True, slots=True)
-class Excerpt:
-    """A part as a program with numbers of its own, so that builds see nothing else.
-
-    Attributes:
-        program: the part's ops and values, renumbered in their order.
-        part: all of it, in the new numbers.
-        numbers: those, of the program that it was cut from.
-    """
-
-    program: Program
-    part: Part
-    numbers: Numbered
-
-
 @searched_once
-def _excerpt(program: Program, part: Part) -> Excerpt:
-    """The part as a program."""
+def _excerpt(program: Program, part: Part) -> Program:
+    """The part as a program in its own numbers, so that builds see nothing else."""
     numbers = numbered(program, part)
     values, ops = numbers.values, numbers.ops
     read = {**values, **{v: values[other] for v, other in part.instead}}
@@ -326,23 +311,16 @@ def _excerpt(program: Program, part: Part) -> Excerpt:
         for old, new in values.items()
     ]
     count = len(part.inputs)
-    return Excerpt(
-        Program(
-            values=tuple(records),
-            ops=tuple(map(renumbered, ops)),
-            args=tuple(range(count)),
-            outputs=tuple(values[v] for v in part.outputs),
-            arg_names=("",) * count,
-            output_names=("",) * len(part.outputs),
-            alias=(None,) * count,
-            text=_text(program, part),
-        ),
-        Part(
-            tuple(ops[o] for o in part.ops),
-            tuple(range(count)),
-            tuple(values[v] for v in part.outputs),
-        ),
-        numbers,
+    module = shardy.stablehlo(cut_out(program, part))
+    return Program(
+        values=tuple(records),
+        ops=tuple(map(renumbered, ops)),
+        args=tuple(range(count)),
+        outputs=tuple(values[v] for v in part.outputs),
+        arg_names=("",) * count,
+        output_names=("",) * len(part.outputs),
+        alias=(None,) * count,
+        text=shardy.bytecode(module.operation),
     )
 
 
@@ -370,9 +348,9 @@ def lower_part(
     with _CUTTING:  # Once, since it is built under many shardings.
         cut = _excerpt(program, part)
     with module.context, ir.Location.unknown():
-        source = ir.Module.parse(cut.program.text)
-        inside = cut.numbers.translated(constraints)
-        constrain(source, cut.program, mesh, inside)
+        source = ir.Module.parse(cut.text)
+        inside = numbered(program, part).translated(constraints)
+        constrain(source, cut, mesh, inside)
         block = shardy.main_block(source)
         *ops, last = [one.operation for one in block.operations]
         shardy.fill(module, source, block.arguments, ops, last.operands)
@@ -388,18 +366,22 @@ def lower_part(
     return lowered
 
 
-def _text(program: Program, part: Part) -> bytes:
-    """The module of a part alone, without any shardings."""
-    module = shardy.stablehlo(signature(program, part).lower())
+def cut_out(
+    program: Program, part: Part, shardings: Sequence[NamedSharding] = ()
+) -> jax.stages.Lowered:
+    """Lowers a part as a function of its inputs, without constraints inside."""
+    lowered = signature(program, part).lower(shardings)
+    module = shardy.stablehlo(lowered)
     with module.context, ir.Location.unknown():
         source = ir.Module.parse(program.text)
         ops, values = located(source, program)
         for old, new in part.instead:
             values[old].replace_all_uses_with(values[new])
+            values[old] = values[new]
         given = [values[v] for v in part.inputs]
         made = [values[v] for v in part.outputs]
         shardy.fill(module, source, given, [ops[i] for i in part.ops], made)
-        return shardy.bytecode(module.operation)
+    return lowered
 
 
 def _silence(call: ir.Operation) -> None:
@@ -410,15 +392,5 @@ def _silence(call: ir.Operation) -> None:
     it ends the process.
     """
     with ir.InsertionPoint(call):
-        kinds = [result.type for result in call.results]
-        zeros = [shardy.constant(_zero_of(kind), kind) for kind in kinds]
+        zeros = [shardy.zeros(result.type) for result in call.results]
     shardy.forward(call, zeros)
-
-
-def _zero_of(kind: ir.Type) -> str:
-    element = str(ir.RankedTensorType(kind).element_type)
-    if element == "i1":
-        return "false"
-    if element.removeprefix("u").startswith("i"):
-        return "0"
-    return "(0.0, 0.0)" if element.startswith("complex") else "0.0"

@@ -139,6 +139,12 @@ def constant(number: str, kind: ir.Type) -> ir.Value:
     return make("stablehlo.constant", kind, value=value)
 
 
+def zeros(kind: ir.Type) -> ir.Value:
+    """Makes a tensor of zeros of any type."""
+    number = constant("0", of_element(kind, ir.IntegerType.get_signless(32)))
+    return make("stablehlo.convert", kind, number)
+
+
 def of_element(kind: ir.Type, element: ir.Type) -> ir.RankedTensorType:
     """A type of the same shape."""
     shape = ir.RankedTensorType(kind)
@@ -279,11 +285,13 @@ def bytecode(op: ir.Operation) -> bytes:
 
 
 def replace_body(target: ir.Module, source: ir.Module) -> None:
-    """Gives a module another one's functions and meshes, of the same context."""
+    """Gives a module another one's functions and meshes."""
+    body = bytecode(source.operation)  # The contexts are different ones.
     for op in list(target.body.operations):
         op.operation.erase()
-    with ir.InsertionPoint(target.body):
-        for op in source.body.operations:
+    with target.context, ir.Location.unknown(), ir.InsertionPoint(target.body):
+        copy = ir.Module.parse(body)
+        for op in copy.body.operations:
             op.operation.clone()
 
 

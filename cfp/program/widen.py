@@ -11,7 +11,7 @@ The ops that a replacement takes the place of are a program of their own, too.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +23,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_flatten, tree_unflatten
 
 from cfp.program import shardy
-from cfp.program.constrain import located
 from cfp.program.graph import Program, reached
-from cfp.program.part import Signature, aval
+from cfp.program.part import Part, Signature, aval, cut_out, signature
 from cfp.program.replace import Replacement
 from cfp.program.step import FlatStep
 from cfp.program.trace import Lowering, lower_step
@@ -92,9 +91,7 @@ def widened(
     # the host that it calls are the same, in the same order.
     wide = _wide_step(step)
     outer = lower_step(wide, in_shardings, list(out_shardings))
-    body = shardy.bytecode(lowering.module.operation)
-    with outer.module.context, ir.Location.unknown():
-        shardy.replace_body(outer.module, ir.Module.parse(body))
+    shardy.replace_body(outer.module, lowering.module)
     wide_text = lowering.text
     double = bool(_DOUBLE.search(wide_text)) and not _SINGLE.search(wide_text)
     return Widened(wide, outer, narrow, double, unchanged=wide_text == text)
@@ -130,11 +127,12 @@ def _wide_step(step: FlatStep) -> FlatStep:
         return tree_unflatten(out_tree, results)
 
     wide.__name__ = wide.__qualname__ = step.flat_fn.__name__
-    avals = tuple(
-        jax.ShapeDtypeStruct(a.shape, wide_dtype(a.dtype), weak_type=a.weak_type)
-        for a in step.avals
-    )
-    return replace(step, fn=wide, avals=avals)
+    return replace(step, fn=wide, avals=tuple(map(_wide_aval, step.avals)))
+
+
+def _wide_aval(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    dtype = wide_dtype(one.dtype)
+    return jax.ShapeDtypeStruct(one.shape, dtype, weak_type=one.weak_type)
 
 
 # ------------------------------------------------------------------------- the module
@@ -403,6 +401,24 @@ class Written:
         """The function of `lower` as StableHLO text, without locations."""
         return str(shardy.stablehlo(self.lower()).operation.get_asm())
 
+    @property
+    def _part(self) -> Part:
+        outputs = self.derived + self.makes
+        ops = sorted(_between(self.program, self.inputs, outputs)[0])
+        reads = {v for op in ops for v in self.program.ops[op].operands}
+        reads = reads.union(outputs).difference(self.inputs)
+        entering = {v: _entering(self.program, v) for v in reads}
+        instead = tuple((v, new) for v, new in entering.items() if v != new)
+        return Part(tuple(ops), self.inputs, outputs, instead)
+
+    def lower(self, *shardings: NamedSharding) -> jax.stages.Lowered:
+        """Lowers the ops as a function of the inputs that makes ``derived + makes``.
+
+        Args:
+            shardings: one for each input, if not all on one device.
+        """
+        return cut_out(self.program, self._part, shardings)
+
     def widened(self, *shardings: NamedSharding) -> jax.stages.Lowered:
         """Lowers with float32 in place of 16-bit floats, in inputs and results, too.
 
@@ -411,45 +427,10 @@ class Written:
         """
         module = shardy.stablehlo(self.lower(*shardings))
         widen(module, only_data=True)
-        lowered = self._stand_in(shardings, wide_dtype)
-        outer = shardy.stablehlo(lowered)
-        with outer.context, ir.Location.unknown():
-            body = ir.Module.parse(shardy.bytecode(module.operation))
-            shardy.replace_body(outer, body)
-        return lowered
-
-    def _stand_in(
-        self, shardings: Sequence[NamedSharding], dtype: Callable[[Any], Any]
-    ) -> jax.stages.Lowered:
-        """A lowered function of the inputs that makes zeros."""
-        given, made = (
-            tuple(
-                jax.ShapeDtypeStruct(x.shape, dtype(x.dtype)) for x in map(self.aval, v)
-            )
-            for v in (self.inputs, self.derived + self.makes)
-        )
-        return Signature(given, made).lower(shardings)
-
-    def lower(self, *shardings: NamedSharding) -> jax.stages.Lowered:
-        """Lowers the ops as a function of the inputs that makes ``derived + makes``.
-
-        Args:
-            shardings: one for each input, if not all on one device.
-        """
-        outputs = self.derived + self.makes
-        lowered = self._stand_in(shardings, jnp.dtype)
-        module = shardy.stablehlo(lowered)
-        chosen = sorted(_between(self.program, self.inputs, outputs)[0])
-        with module.context, ir.Location.unknown():
-            source = ir.Module.parse(self.program.text)
-            ops, values = located(source, self.program)
-            reads = {v for op in chosen for v in self.program.ops[op].operands}
-            for v in reads.difference(self.inputs):
-                if (entering := _entering(self.program, v)) != v:
-                    values[v].replace_all_uses_with(values[entering])
-            given = [values[v] for v in self.inputs]
-            made = [values[v] for v in outputs]
-            shardy.fill(module, source, given, [ops[op] for op in chosen], made)
+        types = signature(self.program, self._part)
+        given, made = (tuple(map(_wide_aval, x)) for x in (types.inputs, types.outputs))
+        lowered = Signature(given, made).lower(shardings)
+        shardy.replace_body(shardy.stablehlo(lowered), module)
         return lowered
 
     def replaced(self, mesh: Mesh, *reads: jax.Array) -> list[jax.Array]:

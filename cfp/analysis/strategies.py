@@ -2,7 +2,7 @@
 
 Strategies follow from sharding rules. To shard an op in another way, give it another
 rule in `cfp.program.read`, which reads Shardy's, or take factors away in
-`cfp.program.corrections`.
+`cfp.program.rules`.
 
 A strategy gives each mesh axis an *inner* factor, along which the block's contractions
 are split. A contracted factor also has an *exit*: the factor of the result that the

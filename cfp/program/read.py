@@ -22,7 +22,6 @@ from jax.extend.mlir import ir
 
 from cfp.errors import is_installed
 from cfp.program import shardy
-from cfp.program.corrections import correct_rule
 from cfp.program.graph import (
     Manual,
     Op,
@@ -33,7 +32,13 @@ from cfp.program.graph import (
     inner_flops,
     reached,
 )
-from cfp.program.rules import Rule, elementwise_rule, passthrough_rule, rule_of
+from cfp.program.rules import (
+    Rule,
+    correct_rule,
+    elementwise_rule,
+    passthrough_rule,
+    rule_of,
+)
 
 # Operands at and behind this one say where an op reads or writes.
 _FIRST_INDEX = {

@@ -5,16 +5,27 @@ dim of each operand and result runs over. Shardy computes the rules, and writes 
 for example for a matrix product, as::
 
     ([i, k], [k, j])->([i, j]) {i=4, j=16, k=8} reduction={k}
+
+They are corrected where XLA's partitioner cannot keep them. Each correction takes
+factors away from the choice, for all programs and with its reason; none adds any. Ops
+that the compiler itself may shard along such factors, where it is left to choose, are
+held: constrained at every constraint level. :data:`FAULTS` lists what all this is for,
+with a program for each in `cfp_test/proving/faults.py`; ``make prove`` looks for more
+in the installed jaxlib.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.metadata import version
+from math import prod
 from types import MappingProxyType
 
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import sdy
+from jax.extend.mlir.dialects import sdy, stablehlo
 
 # Padding by more than this costs more than it spreads. XLA pads what does not divide.
 _MOST_PADDING = 4 / 3
@@ -189,3 +200,330 @@ def elementwise_rule(shape: tuple[int, ...], operands: int, results: int) -> Rul
     """The rule of an op whose operands and results all have one shape."""
     dims = tuple((d,) for d in range(len(shape)))
     return Rule(shape, (dims,) * operands, (dims,) * results)
+
+
+# ------------------------------------------------------------------------- corrections
+
+# Ops whose padding XLA's partitioner masks, beside the elementwise ones. A scatter
+# writes to where its indices' padding says (jaxlib 0.10.2 and 0.12, plain JAX too).
+_PADDED_WELL = frozenset(
+    {"broadcast_in_dim", "dot_general", "gather", "reduce", "reshape", "transpose"}
+)
+# What an all-reduce may compute; the latter of truth values only.
+_SUMS = frozenset(
+    f"stablehlo.{name}" for name in "add maximum minimum multiply".split()
+)
+_LOGIC = frozenset({"stablehlo.and", "stablehlo.or"})
+_CONVOLUTION = re.compile(r"conv<\[(.*?)\]x\[(.*?)\]->\[(.*?)\]>")
+
+# The first release of jaxlib that shards a Fourier transform.
+_TRANSFORMS_SHARDED = (0, 12)
+
+_TRIED = ("0.10", "0.12")  # releases, in order
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault of XLA's partitioner that a correction keeps programs from.
+
+    Attributes:
+        name: description of the fault.
+        seen: tested releases of jaxlib that have it.
+    """
+
+    name: str
+    seen: tuple[str, ...] = _TRIED
+
+    def is_in(self, release: str) -> bool:
+        """True if a release of jaxlib has it, or the last one tried before it had."""
+        before = [one for one in _TRIED if _numbers(one) <= _numbers(release)]
+        return bool(before) and before[-1] in self.seen
+
+
+FAULTS = (
+    Fault("grouped convolutions whose result has other dims first are wrong"),
+    Fault(
+        "gradients of grouped convolutions' kernels are wrong where some of several "
+        "axes shard the batch"
+    ),
+    Fault(
+        "gradients of convolutions' kernels are wrong, or end the process, where "
+        "some of several axes shard space"
+    ),
+    Fault(
+        "products over several dims, sharded along different ones of these by "
+        "several axes, sum the wrong pairs"
+    ),
+    Fault(
+        "sums that only some of their axes scatter to a batch dim that another axis "
+        "shards are wrong"
+    ),
+    Fault(
+        "reductions of a sharded dim by logic on integers, or by several ops, do not "
+        "compile"
+    ),
+    Fault("pads that cut off and spread a sharded dim end the process"),
+    Fault("a write of one place outside of a sharded dim is lost"),
+    Fault("slices of every n-th row read other rows where n is more than a device has"),
+    Fault(
+        "Fourier transforms whose result is sharded along a transformed dim end the "
+        "process",
+        seen=("0.10",),
+    ),
+    Fault("Fourier transforms with a dim that does not divide do not run on CPUs"),
+    Fault(
+        "a scatter to a single place writes into shards that do not have it",
+        seen=("0.10",),
+    ),
+    Fault("scatters of indices that do not divide write to where their padding says"),
+    Fault(
+        "gradients of the largest in windows that overlap are wrong where a dim of "
+        "the windows is sharded"
+    ),
+)
+
+
+def faults(release: str | None = None) -> tuple[Fault, ...]:
+    """The faults of a release of jaxlib; of the installed one, if none is given."""
+    chosen = release or version("jaxlib")
+    return tuple(fault for fault in FAULTS if fault.is_in(chosen))
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release.split(".")[:2])
+
+
+def correct_rule(
+    rule: Rule, op: ir.Operation, shapes: Sequence[tuple[int, ...]]
+) -> Rule | None:
+    """The rule of Shardy's as it may be used; None if nothing can be sharded."""
+    is_elementwise = len({*rule.operands, *rule.results}) <= 1
+    if not (op.name.removeprefix("stablehlo.") in _PADDED_WELL or is_elementwise):
+        rule = _unpadded(rule)
+    if op.name == "stablehlo.convolution":
+        return _convolution_rule(rule, op)
+    if op.name == "stablehlo.scatter":
+        # Several tensors, the indices, and an update for each tensor.
+        return _scatter_rule(rule, op, shapes[len(shapes) // 2])
+    if op.name == "stablehlo.dynamic_update_slice":
+        return _update_rule(rule, *shapes[:2])
+    if op.name == "stablehlo.dot_general":
+        return _product_rule(rule)
+    if op.name == "stablehlo.fft":
+        return _transform_rule(rule)
+    if op.name == "stablehlo.select_and_scatter":
+        return replace(rule, held=True)
+    if op.name == "stablehlo.rng_bit_generator":  # All devices make all bits.
+        return rule.whole_along(_factors(rule))
+    if op.name == "stablehlo.slice":
+        strides = [*ir.DenseI64ArrayAttr(op.attributes["strides"])]
+        return replace(rule, held=True) if max(strides, default=1) > 1 else rule
+    if op.name == "stablehlo.reduce":
+        return _reduce_rule(rule, op)
+    if op.name == "stablehlo.pad":
+        return _pad_rule(rule, op)
+    return _call_rule(rule) if op.name == "stablehlo.custom_call" else rule
+
+
+@lru_cache(maxsize=4096)
+def _unpadded(rule: Rule) -> Rule:
+    return replace(rule, even=_factors(rule))
+
+
+def _call_rule(rule: Rule) -> Rule | None:
+    """The rule of a call to foreign code; None if nothing about it can be sharded.
+
+    A factor of one tensor alone says nothing: the code needs all of that dim, unless it
+    sums over it.
+    """
+    tensors = (*rule.operands, *rule.results)
+    seen = [{f for dim in dims for f in dim} for dims in tensors]
+    alone = {f for f in range(len(rule.sizes)) if sum(f in s for s in seen) < 2}
+    alone -= rule.reduction
+    if len(alone) == len(rule.sizes):
+        return None
+    return replace(rule, fixed=rule.fixed | alone)
+
+
+def _transform_rule(rule: Rule) -> Rule:
+    """Returns a Fourier transform's rule; before jaxlib 0.12 all dims stay whole.
+
+    XLA gathers the transform on each device also along dims that it does not transform
+    (jaxlib 0.10.2 and 0.11.2, plain jax.jit with in_shardings too).
+    """
+    rule = replace(_unpadded(rule), held=True)
+    if _numbers(version("jaxlib")) >= _TRANSFORMS_SHARDED:
+        return rule
+    # Between two transforms all stays whole: elementwise work is less than gathering.
+    return replace(rule, fixed=_factors(rule), reduction=frozenset())
+
+
+def _update_rule(rule: Rule, whole: tuple[int, ...], piece: tuple[int, ...]) -> Rule:
+    """Returns an update's rule; partly written dims stay whole.
+
+    XLA gathers along them, and loses writes to one place outside.
+    """
+    dims = zip(rule.operands[0], whole, piece, strict=True)
+    part = frozenset(f for dim, size, written in dims if written < size for f in dim)
+    return rule.whole_along(part) if part else rule
+
+
+def _product_rule(rule: Rule) -> Rule:
+    """A product's rule; one over several dims, such as a weight's gradient, is held."""
+    summed = sum(rule.sizes[factor] > 1 for factor in rule.reduction)
+    return replace(rule, held=True) if summed > 1 else rule
+
+
+def _reduce_rule(rule: Rule, op: ir.Operation) -> Rule:
+    """Returns a reduction's rule; dims of a reduction without a collective stay whole.
+
+    XLA gathers the devices' partial results of several tensors.
+    """
+    *ops, _ = (inner.operation.name for inner in op.regions[0].blocks[0].operations)
+    is_logic = str(ir.ShapedType(op.operands[0].type).element_type) == "i1"
+    sums = _SUMS | _LOGIC if is_logic else _SUMS
+    is_kept = len(rule.results) > 1 or (len(ops) == 1 and ops[0] in sums)
+    return rule if is_kept else rule.whole_along(rule.reduction)
+
+
+def _pad_rule(rule: Rule, op: ir.Operation) -> Rule:
+    """A pad's rule; one that cuts off and spreads a dim keeps that dim whole."""
+    low, high, inside = (
+        [*ir.DenseI64ArrayAttr(op.attributes[name])]
+        for name in ("edge_padding_low", "edge_padding_high", "interior_padding")
+    )
+    cut = {
+        factor
+        for dim, (before, behind, between) in enumerate(
+            zip(low, high, inside, strict=True)
+        )
+        if between and min(before, behind) < 0
+        for factor in rule.operands[0][dim]
+    }
+    return replace(rule, fixed=rule.fixed | cut, held=True) if cut else rule
+
+
+def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rule:
+    """Returns a scatter's rule; a scatter to a single place keeps indexed dims whole.
+
+    XLA turns it into an update in place. A fully written dim, such as heads of a cache
+    of keys, has its factor in the update, too, and may be sharded.
+    """
+    numbers = op.attributes["scatter_dimension_numbers"]
+    dims = stablehlo.ScatterDimensionNumbers(numbers).scattered_dims_to_operand_dims
+    if prod(indices) != len(dims):
+        return rule
+    written = rule.operands[: len(rule.results)]
+    updates = rule.operands[len(rule.results) + 1 :]
+    indexed = frozenset(f for tensor in written for d in dims for f in tensor[d])
+    whole = {factor for tensor in updates for dim in tensor for factor in dim}
+    # Shardy has the dim that is written in a tensor and in the result, and as fixed.
+    return replace(rule, gathered=indexed - whole).whole_along(indexed - whole)
+
+
+def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:
+    """Returns a convolution's rule with the factors that split it cleanly.
+
+    If both operands have one spatial size, as in the gradient of a kernel, the rule
+    contracts over it; windows overlap, so sharding needs halos. Of a grouped
+    convolution's dims of two factors the minor one cannot be sharded in all operands.
+    The batch in the gradient of its kernel is sharded over all axes or none. If groups
+    have several features, XLA gathers it (jaxlib 0.10.2 to 0.12, plain jax.jit, too).
+    """
+    layouts = _layouts(op)
+    unclean: set[int] = set()
+    tensors = (*rule.operands, *rule.results)
+    for labels, dims in zip(layouts, tensors, strict=True):
+        for label, dim in zip(labels, dims, strict=True):
+            major = rule.major(dim)
+            unclean.update(f for f in dim if label.isdigit() or f != major)
+    grouped = _count(op, "batch_group_count") > 1
+    reduction = rule.reduction - unclean
+    rule = replace(
+        rule,
+        fixed=rule.fixed | unclean,
+        reduction=reduction,
+        over_all=reduction if grouped else rule.over_all,
+        held=True,
+    )
+    features = ir.ShapedType(op.operands[1].type).shape[layouts[1].index("i")]
+    is_gathered = _count(op, "feature_group_count") > 1 < features
+    return rule.whole_along(_factors(rule)) if is_gathered else rule
+
+
+def _factors(rule: Rule) -> frozenset[int]:
+    return frozenset(range(len(rule.sizes)))
+
+
+def _layouts(op: ir.Operation) -> list[list[str]]:
+    """The names of the dims of a convolution's input, kernel and result."""
+    found = _CONVOLUTION.search(str(op.attributes["dimension_numbers"]))
+    assert found is not None
+    return [names.split(", ") for names in found.groups()]
+
+
+# ---------------------------------------------------------------- grouped convolutions
+
+# Where XLA splits a convolution along its groups, it shards the result by a permutation
+# of dims for which it takes the inverse of the right one (jaxlib 0.10.2 to 0.12, plain
+# ``jax.jit`` with ``in_shardings`` too: groups of the input's channels or of its batch,
+# input in NCHW and result in NHWC). The numbers are then wrong. In layouts where both
+# permutations send the groups to the same dim all is well, so a convolution of another
+# layout is written as one whose result is laid out like its input, and a transpose.
+
+_CONVOLUTION_OP = "stablehlo.convolution"
+_SWAPPED = {"b": "f", "f": "b"}
+
+
+def relayout(op: ir.Operation) -> None:
+    """Rewrites a convolution, in place, if XLA might split it wrongly."""
+    if op.name != _CONVOLUTION_OP:
+        return
+    batch_groups = _count(op, "batch_group_count") > 1
+    if not batch_groups and _count(op, "feature_group_count") == 1:
+        return
+    own, kernel, made = _layouts(op)
+    # Groups of the batch become features of the result.
+    swapped = _SWAPPED if batch_groups else {}
+    taken = [swapped.get(name, name) for name in own]
+    if is_split_right(taken, made):
+        return
+    permutation = [taken.index(name) for name in made]
+    kind = ir.RankedTensorType(op.results[0].type)
+    shape = [kind.shape[made.index(name)] for name in taken]
+    before, now, weights = (", ".join(names) for names in (own, taken, kernel))
+    layout = f"#stablehlo.conv<[{before}]x[{weights}]->[{now}]>"
+    attributes = {name: op.attributes[name] for name in op.attributes}
+    attributes["dimension_numbers"] = ir.Attribute.parse(layout)
+    with ir.InsertionPoint(op):
+        convolution = ir.Operation.create(
+            _CONVOLUTION_OP,
+            results=[ir.RankedTensorType.get(shape, kind.element_type)],
+            operands=list(op.operands),
+            attributes=attributes,
+            loc=op.location,
+        )
+        transpose = ir.Operation.create(
+            "stablehlo.transpose",
+            results=[kind],
+            operands=list(convolution.results),
+            attributes={"permutation": ir.DenseI64ArrayAttr.get(permutation)},
+            loc=op.location,
+        )
+    op.results[0].replace_all_uses_with(transpose.results[0])
+    op.erase()
+
+
+def is_split_right(taken: Sequence[str], made: Sequence[str]) -> bool:
+    """True if XLA splits a grouped convolution of these layouts right.
+
+    Args:
+        taken: what each dim of the input becomes in the result, such as
+            ``("b", "f", "0", "1")``.
+    """
+    groups = made.index("f")
+    return made.index(taken[groups]) == taken.index("f")
+
+
+def _count(op: ir.Operation, name: str) -> int:
+    return ir.IntegerAttr(op.attributes[name]).value

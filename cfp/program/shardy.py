@@ -16,8 +16,8 @@ import jax
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
 
-from cfp.program.corrections import relayout
 from cfp.program.graph import Spec
+from cfp.program.rules import relayout
 
 _INLINE = "builtin.module(inline,symbol-dce,sdy-import-func-calls,symbol-dce)"
 WITHOUT_LOCATIONS = "builtin.module(strip-debuginfo)"

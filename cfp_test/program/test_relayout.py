@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from cfp.program.corrections import is_split_right
+from cfp.program.rules import is_split_right
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.proving.engine import jobs, prove, singles

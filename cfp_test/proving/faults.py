@@ -25,7 +25,7 @@ class Shown:
     shows: Literal["wrong", "error", "abort"] = "wrong"
 
 
-# By the names of `cfp.program.corrections.FAULTS`, in their order.
+# By the names of `cfp.program.rules.FAULTS`, in their order.
 SHOWN: Mapping[str, Shown] = {
     "grouped convolutions whose result has other dims first are wrong": Shown(
         program="""

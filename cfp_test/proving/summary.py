@@ -8,7 +8,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from cfp.program.corrections import faults
+from cfp.program.rules import faults
 from cfp_test.proving.catalogue import ABSENT, ENTRIES, WITHOUT
 from cfp_test.proving.faults import SHOWN
 
@@ -62,7 +62,6 @@ def summary(
         "faults": [
             {
                 "name": fault.name,
-                "correction": fault.correction,
                 **asdict(SHOWN[fault.name]),
             }
             for fault in faults()

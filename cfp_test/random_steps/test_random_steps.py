@@ -158,7 +158,7 @@ def test_a_lost_share_does_not_pass():
 @pytest.mark.nightly
 def test_what_is_wrong_shrinks(monkeypatch):
     """To the block that a fault is in, with what is needed to run it again."""
-    monkeypatch.setattr("cfp.program.corrections._unpadded", lambda rule: rule)
+    monkeypatch.setattr("cfp.program.rules._unpadded", lambda rule: rule)
     blocks = (Block("unary", 3), Block("scatter_many", 179774))
     spec = Spec((("x", 3), ("y", 2)), (7, 8), blocks, "adam", microbatches=2)
     way = Way("random", 0)

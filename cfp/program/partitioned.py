@@ -27,7 +27,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,14 +37,7 @@ from jax._src import custom_partitioning as jax_partitioning
 from jax._src import custom_partitioning_sharding_rule as jax_rules
 from jax._src import debugging as jax_debugging
 from jax._src.config import use_shardy_partitioner
-from jax._src.sharding_impls import parse_flatten_op_sharding
-from jax.extend.core import (
-    ClosedJaxpr,
-    Jaxpr,
-    Literal,
-    Primitive,
-    jaxpr_as_fun,
-)
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 from jax.interpreters import mlir
@@ -168,9 +160,10 @@ class PartitionedCall:
         places = {(n, d): a for n, s in enumerate(kept) for d, a in enumerate(s) if a}
         if places != dims:
             raise Refused("its operands are to be whole along that dim")
-        made: list[Any] = [*closed.out_avals]
-        found = [(tuple(a.shape), a.dtype) for a in made]
-        wanted = [(t.shape, t.dtype) for t in tiles[self.count :]]
+        made = _shapes(closed.out_avals)
+        found, wanted = (
+            [(t.shape, t.dtype) for t in some] for some in (made, tiles[self.count :])
+        )
         if found != wanted:
             raise Refused(f"it computes {found} on one device, where {wanted} belong")
         return _ADDRESS.sub("", str(closed)) + _constants(closed)
@@ -200,9 +193,8 @@ def _constants(value: Any) -> str:
 # By name, and by name and mesh: kept while the process lives, since what was planned
 # may be compiled at any time. There are as many as there are different ops.
 _CALLS: dict[str, PartitionedCall] = {}
-_BOUND: dict[bytes, Any] = {}
+_BOUND: dict[str, Any] = {}
 _DESCRIBED: dict[Any, PartitionedCall] = {}
-_LOCK = Lock()
 
 
 def call_of(attributes: str) -> PartitionedCall | None:
@@ -249,11 +241,11 @@ _CUDNN_LAYOUT_ARGUMENT = 5  # Of the static ones.
 
 def factors_of_cudnn(
     partition: Callable[..., Any], static_args: Sequence[Any], tensors: Sequence[Shape]
-) -> list[Factor] | None:
-    """The factors of an op of JAX's cuDNN attention; None of any other op."""
+) -> list[Factor]:
+    """The factors of an op of JAX's cuDNN attention; none of any other op."""
     name = getattr(partition, "__name__", "")
     if getattr(partition, "__module__", "") != _CUDNN_MODULE or name not in _CUDNN:
-        return None
+        return []
     layout = _CUDNN_LAYOUTS[static_args[_CUDNN_LAYOUT_ARGUMENT]]
     found = []
     for letter in "BN":
@@ -357,8 +349,7 @@ def _lower(
         found, key = None, new
     if found is None:
         factors = factors_of_cudnn(partition, static_args, new.tensors)
-        if factors is None:
-            factors = factors_of(rule, new.tensors)
+        factors = factors or factors_of(rule, new.tensors)
         found = _DESCRIBED[key] = _described(new, factors, mesh)
     made = ir.Operation.create(
         "stablehlo.custom_call",
@@ -430,8 +421,7 @@ def _described(
     found = replace(
         call, name=name, factors=tuple(kept), refusals=tuple(refusals), rule=rule
     )
-    with _LOCK:
-        _CALLS[name] = found
+    _CALLS[name] = found
     return found
 
 
@@ -500,7 +490,8 @@ def bind(module: ir.Module, mesh: Mesh) -> None:
     Raises:
         StepNotTraceable: this process has not lowered the program.
     """
-    for op, name in _calls_in(module):
+    for op in filter(is_call, shardy.every_op(module)):
+        name = ir.StringAttr(op.attributes[_CONFIG]).value
         if "@" in name:
             continue
         call = _CALLS.get(name)
@@ -517,7 +508,20 @@ def bind(module: ir.Module, mesh: Mesh) -> None:
         bound = f"{name}@{digest}"
         with module.context:
             op.attributes[_CONFIG] = ir.StringAttr.get(bound)
-        _register(bound.encode(), call, mesh)
+        info = jax_partitioning._ShardingCallbackInfo(
+            None,
+            partial(_partition, call),
+            lambda sharding, _: NamedSharding(mesh, spec_of(sharding, mesh)),
+            call.in_tree,
+            call.out_tree,
+            None,
+            SimpleNamespace(platforms=call.platforms, backend=None),
+            mesh,
+            (),
+        )
+        # JAX keeps no callbacks alive.
+        known = _BOUND.setdefault(bound, info)
+        jax_partitioning._sharding_callbacks[bound.encode()] = known
 
 
 def is_call(op: ir.Operation) -> bool:
@@ -527,40 +531,29 @@ def is_call(op: ir.Operation) -> bool:
     return ir.StringAttr(op.attributes[_CONFIG]).value.startswith(f"{_PREFIX}:")
 
 
-def _calls_in(module: ir.Module) -> Iterator[tuple[ir.Operation, str]]:
-    for op in filter(is_call, shardy.every_op(module)):
-        yield op, ir.StringAttr(op.attributes[_CONFIG]).value
-
-
-def _register(key: bytes, call: PartitionedCall, mesh: Mesh) -> None:
-    def named(sharding: Any, _: int) -> NamedSharding:
-        return NamedSharding(mesh, spec_of(sharding, mesh))
-
-    with _LOCK:
-        if key in _BOUND:
-            return
-        info = jax_partitioning._ShardingCallbackInfo(
-            None,
-            partial(_partition, call),
-            named,
-            call.in_tree,
-            call.out_tree,
-            None,
-            SimpleNamespace(platforms=call.platforms, backend=None),
-            mesh,
-            (),
-        )
-        _BOUND[key] = info
-        jax_partitioning._sharding_callbacks[key] = info
-
-
 def spec_of(sharding: Any, mesh: Mesh) -> PartitionSpec:
-    """XLA's sharding by axes of a mesh; whole if it uses a part of an axis."""
-    try:
-        (spec,) = parse_flatten_op_sharding(sharding, mesh)
-    except (KeyError, NotImplementedError, StopIteration, ValueError):
+    """XLA's sharding by axes of a mesh: those along which the pieces of a dim change.
+
+    Whole, if pieces are not in the order of whole axes, as where XLA splits one.
+    """
+    if not sharding.is_tiled():
         return PartitionSpec()
-    return spec
+    sizes, shape = mesh.devices.shape, sharding.tile_assignment_dimensions()
+    devices = np.argsort(sharding.tile_assignment_devices())
+    pieces = np.indices(shape).reshape(len(shape), -1)[:, devices]
+    if sharding.replicate_on_last_tile_dim():
+        pieces = pieces[:-1]
+    spec = []
+    for piece in pieces.reshape(-1, *sizes):
+        steps = [
+            int(piece.take(min(1, size - 1), axis).flat[0])
+            for axis, size in enumerate(sizes)
+        ]
+        if not np.array_equal(np.tensordot(steps, np.indices(sizes), 1), piece):
+            return PartitionSpec()
+        names = sorted(zip(steps, mesh.axis_names, strict=True), reverse=True)
+        spec.append(tuple(name for step, name in names if step))
+    return PartitionSpec(*spec)
 
 
 def _partition(call: PartitionedCall, mesh: Mesh, operands: Any, results: Any) -> Any:

@@ -53,7 +53,7 @@ def plain_text(view: RenderableType, width: int | None = None) -> str:
     return "\n".join(lines).strip("\n") + "\n"
 
 
-def wrapped(line: str) -> str:
+def wrapped(line: str, break_long_words: bool = True) -> str:
     """Folds a line; continuation lines are indented more than the first."""
     text = printable(line)
     indent = len(text) - len(text.lstrip()) + 2
@@ -62,6 +62,7 @@ def wrapped(line: str) -> str:
         initial_indent=" " * (indent - 2),
         subsequent_indent=" " * indent,
         break_on_hyphens=False,
+        break_long_words=break_long_words,
     )
     return wrap.fill(text.lstrip())
 

@@ -58,19 +58,19 @@ def with_figures(
         dimensions: the kinds of choices of the search.
     """
     layout = lay_out(analysis.frame, choice)
+    left = Counter(_kernels(analysis, layout, choice, replacing, failed, problem))
     found = Figures(
         kernels=sharded_kernels(layout),
         chosen=tuple(str(one) for one in Dimension if one in dimensions),
+        left=tuple(
+            LeftFigures(source=source, reason=reason, count=n, kernel=kernel)
+            for (kernel, source, reason), n in left.items()
+        ),
     )
     if problem is not None:
         found = _searched(found, analysis, choice, problem)
         found = replace(found, worth=worth(analysis, problem, raced))
-    left = Counter(_kernels(analysis, layout, choice, replacing, failed, problem))
-    counted_left = tuple(
-        LeftFigures(source=source, reason=reason, count=n, kernel=kernel)
-        for (kernel, source, reason), n in left.items()
-    )
-    return replace(plan, figures=replace(found, left=counted_left))
+    return replace(plan, figures=found)
 
 
 _Left = tuple[str, str, str]  # The kernel, the source and the reason.
@@ -209,9 +209,7 @@ _OF_SEGMENTS: Mapping[str, Callable[[SegmentChoice], bool]] = MappingProxyType(
 
 
 def worth(
-    analysis: Analysis,
-    problem: Problem,
-    raced: Sequence[tuple[Candidate, float]] = (),
+    analysis: Analysis, problem: Problem, raced: Sequence[tuple[Candidate, float]] = ()
 ) -> tuple[WorthFigures, ...]:
     """Computes the gain of each kind of choice that options use.
 

@@ -16,13 +16,7 @@ from cfp.plan.plan import Plan
 from cfp.printable import one_line
 from cfp.view import words
 from cfp.view.explain import explained, facts
-from cfp.view.rows import (
-    blocks_rows,
-    more_rows,
-    race_rows,
-    segments_of,
-    variants_rows,
-)
+from cfp.view.rows import blocks_rows, more_rows, race_rows, segments_of, variants_rows
 from cfp.view.throughput import throughput
 
 _FOLDER = Path(__file__).parent

@@ -34,15 +34,6 @@ def strategy_numbers(
     ]
 
 
-def search_space(analysis: Analysis, segment: Segment) -> list[int]:
-    """Counts the strategies of each block of a segment."""
-    frame = analysis.frame
-    return [
-        len(block_strategies(frame.program, frame.blocks[b], frame.mesh))
-        for b in segment.blocks
-    ]
-
-
 def analysis_data(analysis: Analysis, seconds: float) -> dict[str, Any]:
     """Collects kinds of segments, their blocks, and ops that cannot be sharded."""
     program = analysis.frame.program

@@ -10,11 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from math import prod
 
-from cfp.plan.figures import (
-    UNPLANNED,
-    LeftFigures,
-    WorthFigures,
-)
+from cfp.plan.figures import UNPLANNED, LeftFigures, WorthFigures
 from cfp.plan.plan import Plan
 from cfp.printable import counted, format_bytes, merged_alike
 from cfp.program.fp8 import TAKEN
@@ -265,10 +261,7 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     ),
     (words.budget_text, "{}"),
     (_in_host, "in the memory of the host between steps: {}"),
-    (
-        lambda plan: few(plan.uneven),
-        "whole, since the mesh does not divide it: {}",
-    ),
+    (lambda plan: few(plan.uneven), "whole, since the mesh does not divide it: {}"),
     (
         lambda plan: few(plan.replicated_ops),
         "every device runs in full, with its share of all bytes made: {} (kernels: see "

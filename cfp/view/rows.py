@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
-from operator import itemgetter
 
 from cfp.plan.parts import MoveFigure, PlanRow, PlanSegment, TensorFigure, roles_text
 from cfp.plan.plan import Plan
@@ -332,10 +331,7 @@ def variants_rows(plan: Plan) -> Rows:
     figures = plan.figures
     every = figures.variants if figures else ()
     times = [one.estimated_ms if one.step_ms is None else one.step_ms for one in every]
-    places = [
-        (one.step_ms is None, ms is None, ms or 0.0)
-        for one, ms in zip(every, times, strict=True)
-    ]
+    timed = zip(times, every, strict=True)
     rows = [
         row_of(
             *("*" if one.taken else "", one.name, ms_text(one.estimated_ms)),
@@ -343,8 +339,8 @@ def variants_rows(plan: Plan) -> Rows:
             won=one.taken,
             bar=ms,
         )
-        for _, ms, one in sorted(
-            zip(places, times, every, strict=True), key=itemgetter(0)
+        for ms, one in sorted(
+            timed, key=lambda p: (p[1].step_ms is None, p[0] is None, p[0] or 0.0)
         )
     ]
     headings = (" ", "variant", "estimated before ms", "step ms", "note")

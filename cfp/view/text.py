@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from textwrap import TextWrapper
 
 from rich import box
 from rich.console import Console, RenderableType
 
 from cfp.plan.parts import Detail, roles_text
 from cfp.plan.plan import Plan
-from cfp.printable import columns, counted, distinct_ends, span_text
+from cfp.printable import counted, distinct_ends, span_text
 from cfp.view import words
-from cfp.view.console import plain_text, print_view, sheet
+from cfp.view.console import plain_text, print_view, sheet, wrapped
 from cfp.view.remarks import remarks
 from cfp.view.rows import (
     SegmentView,
@@ -48,14 +47,8 @@ def short_text(plan: Plan) -> str:
     lines.append(f"arguments: {sharded} of {len(plan.arg_specs)} {verb} sharded")
     lines += [*_variant_texts(plan), *remarks(plan)]
     lines.append('more: plan.save("plan.json"), then: cfp show plan.json')
-    wrap = TextWrapper(
-        width=columns(),
-        initial_indent="  ",
-        subsequent_indent="    ",
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
-    return "\n".join(map(wrap.fill, lines)).removeprefix("  ")
+    folded = (wrapped(f"  {line}", break_long_words=False) for line in lines)
+    return "\n".join(folded).removeprefix("  ")
 
 
 def _segment_text(segment: SegmentView) -> str:

@@ -23,6 +23,7 @@ from cfp.analysis.dump import (
     write_files,
 )
 from cfp.analysis.layout import Layout, lay_out, program_flops
+from cfp.analysis.strategies import block_strategies
 from cfp.cli import options
 from cfp.cli.planning import search_stored
 from cfp.cli.session import Session, analyse, dump_session
@@ -36,7 +37,7 @@ from cfp.printable import parse_bytes
 from cfp.profiling.store import store_path
 from cfp.search.requests import MeasurementRequest
 from cfp.targets import model_target
-from cfp.view.passes import search_space, strategy_numbers
+from cfp.view.passes import strategy_numbers
 from cfp.view.progress import Display
 from cfp.view.text import plan_text
 
@@ -199,7 +200,11 @@ def _profile(session: Session, args: argparse.Namespace) -> None:
         if talks:
             print(f"\nRUN AutoSharding FOR SEGMENT {kind} segment_{kind}\n")
         if _talkative():
-            print(f"segment PB search space: {search_space(analysis, segment)}")
+            counts = [
+                len(block_strategies(frame.program, frame.blocks[b], frame.mesh))
+                for b in segment.blocks
+            ]
+            print(f"segment PB search space: {counts}")
             _print_lines(map(_profile_line, found))
         write_files(
             args.workdir / f"debug_segment_{kind}_analysis_segment",

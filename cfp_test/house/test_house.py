@@ -28,7 +28,6 @@ NON_PUBLIC = {
         "jax._src.custom_partitioning",
         "jax._src.custom_partitioning_sharding_rule",
         "jax._src.debugging",
-        "jax._src.sharding_impls.parse_flatten_op_sharding",
         "._ShardingCallbackInfo",
         "._sharding_callbacks",
     },

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from jax.extend.mlir import ir
 
 from cfp.program import shardy
 from cfp.program.graph import Op, Program, numpy_dtype
@@ -148,14 +147,14 @@ class Constants:
 
     def _constant(self, op: Op, shape: tuple[int, ...]) -> np.ndarray:
         try:
-            value: Any = self._ops[op.id].attributes["value"]
-            if not isinstance(value, ir.DenseElementsAttr):
-                raise NotConstant("a large constant")
+            value = shardy.numbers_of(self._ops[op.id])
+            if value is None:
+                raise NotConstant("a large constant, or of complex numbers")
             if value.is_splat:
                 splat: Any = value.get_splat_value()
                 return np.full([1] * len(shape), splat.value)
             return np.array(value).reshape(shape)
-        except TypeError as error:  # of complex numbers, or small floats
+        except TypeError as error:  # of small floats
             raise NotConstant("a constant of another dtype") from error
 
 

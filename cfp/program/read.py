@@ -16,7 +16,6 @@ from dataclasses import replace
 from itertools import takewhile
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from jax.extend.mlir import ir
 
@@ -87,7 +86,7 @@ def shaping_constants(function: ir.Operation) -> set[ir.Operation]:
     start: list[ir.Value] = []
     for op in shardy.walk(function):
         if op.name == "stablehlo.while":
-            start.extend(_returned(op.regions[0]))
+            start.extend(shardy.returned(op.regions[0]))
         elif op.name in _FIRST_INDEX:
             start.extend(list(op.operands)[_FIRST_INDEX[op.name] :])
 
@@ -99,11 +98,6 @@ def shaping_constants(function: ir.Operation) -> set[ir.Operation]:
     return {op for op in owners if op and op.name == "stablehlo.constant"}
 
 
-def _returned(region: ir.Region) -> list[ir.Value]:
-    *_, last = region.blocks[0].operations
-    return list(last.operation.operands)
-
-
 def _made_of(value: ir.Value) -> Iterator[ir.Value]:
     """Yields a value's inputs, in a loop those of the iteration before, too."""
     owner = value.owner
@@ -112,7 +106,7 @@ def _made_of(value: ir.Value) -> Iterator[ir.Value]:
         if loop.name == "stablehlo.while":
             place = ir.BlockArgument(value).arg_number
             yield loop.operands[place]
-            yield _returned(loop.regions[1])[place]
+            yield shardy.returned(loop.regions[1])[place]
         return
     op = owner.operation
     if op.name not in shardy.REGION_OPS:
@@ -124,7 +118,7 @@ def _made_of(value: ir.Value) -> Iterator[ir.Value]:
         yield op.operands[place]
         bodies = bodies[1:]
     for body in bodies:
-        yield _returned(body)[place]
+        yield shardy.returned(body)[place]
 
 
 _QUOTED = re.compile(r'"([^"]+)"')
@@ -188,10 +182,9 @@ class _Reader:
         self._kept = shaping_constants(function)
         block = function.regions[0].blocks[0]
         args = [self._new_value(a) for a in block.arguments]
-        *inner, last = block.operations
-        for opview in inner:
+        for opview in [*block.operations][:-1]:
             self._read_op(opview.operation, parent=-1, repeat=1)
-        outputs = [self._ids[v] for v in last.operation.operands]
+        outputs = [self._ids[v] for v in shardy.returned(function.regions[0])]
         return Program(
             values=tuple(self.values),
             ops=tuple(self.ops),
@@ -328,11 +321,10 @@ def _manual_shardings(op: ir.Operation) -> tuple[Spec, ...]:
 
 
 def _constant(op: ir.Operation, index: int) -> str:
-    try:
-        value: Any = op.attributes["value"]
-    except TypeError:  # the bindings know no attribute class for complex numbers
+    if (value := shardy.numbers_of(op)) is None:
         return str(op.get_asm(use_local_scope=True)).partition(" = ")[2]
-    is_long = prod(value.type.shape) > shardy.MOST_SMALL_ELEMENTS and not value.is_splat
+    shape = op.results[0].type.shape
+    is_long = prod(shape) > shardy.MOST_SMALL_ELEMENTS and not value.is_splat
     # What is not printed counts as different from everything else.
     return f"constant #{index}" if is_long else str(value)
 

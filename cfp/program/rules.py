@@ -9,9 +9,8 @@ for example for a matrix product, as::
 They are corrected where XLA's partitioner cannot keep them. Each correction takes
 factors away from the choice, for all programs and with its reason; none adds any. Ops
 that the compiler itself may shard along such factors, where it is left to choose, are
-held: constrained at every constraint level. :data:`FAULTS` lists what all this is for,
-with a program for each in `cfp_test/proving/faults.py`; ``make prove`` looks for more
-in the installed jaxlib.
+held: constrained at every constraint level. `cfp_test/proving/faults.py` has a program
+for each fault that this is for; ``make prove`` looks for more in the installed jaxlib.
 """
 
 from __future__ import annotations
@@ -218,75 +217,6 @@ _CONVOLUTION = re.compile(r"conv<\[(.*?)\]x\[(.*?)\]->\[(.*?)\]>")
 
 # The first release of jaxlib that shards a Fourier transform.
 _TRANSFORMS_SHARDED = (0, 12)
-
-_TRIED = ("0.10", "0.12")  # releases, in order
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A fault of XLA's partitioner that a correction keeps programs from.
-
-    Attributes:
-        name: description of the fault.
-        seen: tested releases of jaxlib that have it.
-    """
-
-    name: str
-    seen: tuple[str, ...] = _TRIED
-
-    def is_in(self, release: str) -> bool:
-        """True if a release of jaxlib has it, or the last one tried before it had."""
-        before = [one for one in _TRIED if _numbers(one) <= _numbers(release)]
-        return bool(before) and before[-1] in self.seen
-
-
-FAULTS = (
-    Fault("grouped convolutions whose result has other dims first are wrong"),
-    Fault(
-        "gradients of grouped convolutions' kernels are wrong where some of several "
-        "axes shard the batch"
-    ),
-    Fault(
-        "gradients of convolutions' kernels are wrong, or end the process, where "
-        "some of several axes shard space"
-    ),
-    Fault(
-        "products over several dims, sharded along different ones of these by "
-        "several axes, sum the wrong pairs"
-    ),
-    Fault(
-        "sums that only some of their axes scatter to a batch dim that another axis "
-        "shards are wrong"
-    ),
-    Fault(
-        "reductions of a sharded dim by logic on integers, or by several ops, do not "
-        "compile"
-    ),
-    Fault("pads that cut off and spread a sharded dim end the process"),
-    Fault("a write of one place outside of a sharded dim is lost"),
-    Fault("slices of every n-th row read other rows where n is more than a device has"),
-    Fault(
-        "Fourier transforms whose result is sharded along a transformed dim end the "
-        "process",
-        seen=("0.10",),
-    ),
-    Fault("Fourier transforms with a dim that does not divide do not run on CPUs"),
-    Fault(
-        "a scatter to a single place writes into shards that do not have it",
-        seen=("0.10",),
-    ),
-    Fault("scatters of indices that do not divide write to where their padding says"),
-    Fault(
-        "gradients of the largest in windows that overlap are wrong where a dim of "
-        "the windows is sharded"
-    ),
-)
-
-
-def faults(release: str | None = None) -> tuple[Fault, ...]:
-    """The faults of a release of jaxlib; of the installed one, if none is given."""
-    chosen = release or version("jaxlib")
-    return tuple(fault for fault in FAULTS if fault.is_in(chosen))
 
 
 def _numbers(release: str) -> tuple[int, ...]:

@@ -57,7 +57,9 @@ def add_up_in_float32(op: ir.Operation, tables: Collection[tuple[int, ...]]) -> 
     Returns:
         True if it was rewritten.
     """
-    if not _adds_up_narrow_rows(op):
+    if str(op.results[0].type.element_type) not in _NARROW:
+        return False
+    if not _adds_to_zeros(op) or _says_unique(op):
         return False
     if tuple(op.results[0].type.shape) not in tables and not _many_meet(op):
         return False
@@ -92,10 +94,9 @@ def select_words(op: ir.Operation) -> bool:
     Returns:
         Whether it was rewritten.
     """
-    places = _places_of_words(op)
-    if places is None:
+    if not _picks_words(op):
         return False
-    zeros, _, updates = op.operands
+    zeros, places, updates = op.operands
     kind = ir.RankedTensorType(op.results[0].type)
     *tokens, _ = kind.shape
     with ir.InsertionPoint(op), op.location:
@@ -110,12 +111,6 @@ def select_words(op: ir.Operation) -> bool:
     return True
 
 
-def _adds_up_narrow_rows(op: ir.Operation) -> bool:
-    if not _adds_to_zeros(op) or _says_unique(op):
-        return False
-    return str(op.results[0].type.element_type) in _NARROW
-
-
 def _many_meet(op: ir.Operation) -> bool:
     """True if there are many more updates than places."""
     updates = op.operands[2].type.shape
@@ -124,80 +119,21 @@ def _many_meet(op: ir.Operation) -> bool:
     return prod(updates) / max(1, window) > _MANY * places
 
 
-def _places_of_words(op: ir.Operation) -> ir.Value | None:
-    """A word for each token, if all dims but the last are of tokens; None if not."""
-    if not op.results[0].type.shape or not _adds_to_zeros(op):
-        return None
+def _picks_words(op: ir.Operation) -> bool:
+    """True if all dims but the last are of tokens, and each token has one word."""
+    if len(op.results[0].type.shape) < 2 or not _adds_to_zeros(op):
+        return False
     _, places, updates = op.operands
     *tokens, words = op.results[0].type.shape
     dims, batching = _dims(op), [*range(len(tokens))]
-    scattered = [*dims.scattered_dims_to_operand_dims]
-    if dims.update_window_dims or prod(updates.type.shape) != prod(tokens):
-        return None
-    if scattered == [*batching, len(tokens)]:
-        places = _last_column(places, tokens)
-    elif (
-        scattered != [len(tokens)]
-        or [*dims.input_batching_dims] != batching
-        or [*dims.scatter_indices_batching_dims] != batching
-    ):
-        return None
-    is_fit = (
-        bool(tokens)
-        and places is not None
-        and prod(places.type.shape) == prod(tokens)
+    return (
+        not dims.update_window_dims
+        and [*dims.scattered_dims_to_operand_dims] == [len(tokens)]
+        and [*dims.input_batching_dims] == batching
+        and [*dims.scatter_indices_batching_dims] == batching
+        and prod(updates.type.shape) == prod(places.type.shape) == prod(tokens)
         and words <= _most_counted(places)
     )
-    return places if is_fit else None
-
-
-def _last_column(places: ir.Value, tokens: list[int]) -> ir.Value | None:
-    """The last column of an index, if those before it are the numbers of tokens.
-
-    ``logits[jnp.arange(n), labels]`` has such an index.
-    """
-    maker = shardy.owner_of(places)
-    if maker is None or maker.name != "stablehlo.concatenate":
-        return None
-    dims = range(len(tokens))
-    *before, last = maker.operands
-    columns = [[*tokens, 1]] * (len(tokens) + 1)
-    if [[*one.type.shape] for one in maker.operands] != columns:
-        return None
-    are_numbers = all(map(_is_number_along, before, dims))
-    return last if are_numbers else None
-
-
-def _is_number_along(value: ir.Value, dim: int) -> bool:
-    """True if a value is the number of its place along one of its dims, from 0."""
-    while (maker := shardy.owner_of(value)) is not None:
-        if maker.name == "stablehlo.iota":
-            is_along = ir.IntegerAttr(maker.attributes["iota_dimension"]).value == dim
-            return is_along and value.type.shape[dim] <= _most_counted(value)
-        if maker.name == "stablehlo.broadcast_in_dim":
-            [taken] = maker.operands
-            dims = [*ir.DenseI64ArrayAttr(maker.attributes["broadcast_dimensions"])]
-            if dim not in dims:
-                return False
-            place = dims.index(dim)
-            if taken.type.shape[place] != value.type.shape[dim]:
-                return False
-            value, dim = taken, place
-        elif maker.name == "stablehlo.select":
-            # What is below zero counts from the end, and this is not.
-            is_below, _, value = maker.operands
-            compared = shardy.owner_of(is_below)
-            if (
-                compared is None
-                or compared.name != "stablehlo.compare"
-                or "LT" not in str(compared.attributes["comparison_direction"])
-                or compared.operands[0] != value
-                or not _is_zero(compared.operands[1])
-            ):
-                return False
-        else:
-            return False
-    return False
 
 
 def _adds_to_zeros(op: ir.Operation) -> bool:
@@ -222,18 +158,14 @@ def _dims(op: ir.Operation) -> stablehlo.ScatterDimensionNumbers:
 
 
 def _is_zero(value: ir.Value) -> bool:
-    """True if all of a value's numbers, floats or integers, are 0."""
+    """True if all of a value's numbers, floats, are 0."""
     maker = shardy.owner_of(value)
     while maker is not None and maker.name == "stablehlo.broadcast_in_dim":
         maker = shardy.owner_of(maker.operands[0])
     if maker is None or maker.name != "stablehlo.constant":
         return False
     numbers = ir.DenseElementsAttr(maker.attributes["value"])
-    if not numbers.is_splat:
-        return False
-    splat = numbers.get_splat_value()
-    is_float = isinstance(splat, ir.FloatAttr)
-    return (splat if is_float else ir.IntegerAttr(splat)).value == 0
+    return numbers.is_splat and ir.FloatAttr(numbers.get_splat_value()).value == 0
 
 
 def _most_counted(places: ir.Value) -> int:

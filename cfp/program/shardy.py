@@ -406,11 +406,20 @@ def _is_small_constant(op: ir.Operation) -> bool:
         return False
     if prod(op.results[0].type.shape) <= MOST_SMALL_ELEMENTS:
         return True
+    value = numbers_of(op)
+    return value is not None and value.is_splat
+
+
+def numbers_of(constant: ir.Operation) -> ir.DenseElementsAttr | None:
+    """The numbers of a constant; None where the bindings have none.
+
+    They know no class for complex numbers, and large constants may be elsewhere.
+    """
     try:
-        value: Any = op.attributes["value"]
-    except TypeError:  # the bindings know no attribute class for complex numbers
-        return False
-    return isinstance(value, ir.DenseElementsAttr) and value.is_splat
+        value: Any = constant.attributes["value"]
+    except TypeError:
+        return None
+    return value if isinstance(value, ir.DenseElementsAttr) else None
 
 
 def _sink_constants(op: ir.Operation) -> None:
@@ -500,8 +509,7 @@ def counter_of(loop: ir.Operation) -> Counter | None:
     with a constant, and the body adds a constant to it.
     """
     condition = loop.regions[0].blocks[0]
-    *_, returned = condition.operations
-    test = owner_of(returned.operation.operands[0])
+    test = owner_of(returned(loop.regions[0])[0])
     if test is None or test.name != "stablehlo.compare":
         return None
     if "LT" not in str(test.attributes["comparison_direction"]):
@@ -521,14 +529,19 @@ def _runs_once(loop: ir.Operation) -> bool:
     counter, body = counter_of(loop), loop.regions[1].blocks[0]
     if counter is None:
         return False
-    *_, last = body.operations
-    step = owner_of(last.operation.operands[counter.place])
+    step = owner_of(returned(loop.regions[1])[counter.place])
     if step is None or step.name != "stablehlo.add":
         return False
     if _place(step.operands[0], body) != counter.place:
         return False
     added = _integer(step.operands[1])
     return added is not None and counter.start < counter.limit <= counter.start + added
+
+
+def returned(region: ir.Region) -> list[ir.Value]:
+    """The values that a region returns."""
+    *_, last = region.blocks[0].operations
+    return list(last.operation.operands)
 
 
 def owner_of(value: ir.Value) -> ir.Operation | None:

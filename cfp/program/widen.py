@@ -362,13 +362,10 @@ def _drop_rounding(op: ir.Operation) -> None:
 
 def _retype(function: ir.Operation) -> None:
     """Makes a function's type that of its body."""
-    block = function.regions[0].blocks[0]
-    *_, last = block.operations
-    function.attributes["function_type"] = ir.TypeAttr.get(
-        ir.FunctionType.get(
-            [a.type for a in block.arguments], [v.type for v in last.operands]
-        )
-    )
+    taken = [a.type for a in function.regions[0].blocks[0].arguments]
+    made = [v.type for v in shardy.returned(function.regions[0])]
+    kind = ir.FunctionType.get(taken, made)
+    function.attributes["function_type"] = ir.TypeAttr.get(kind)
 
 
 # ----------------------------------------------------------------- what is replaced

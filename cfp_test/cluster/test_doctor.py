@@ -76,7 +76,6 @@ def test_on_this_machine_a_graft_compiles_and_runs(tmp_path):
     assert found["graft"]["reason"].startswith("2 devices: an all-reduce of ")
     assert str(tmp_path) in found["folders"]["reason"]
     # Faults of XLA that are worked around do not fill the screen.
-    assert re.search("works around [1-9][0-9]* faults", found["jax"]["reason"])
     page = re.search(r"docs/\S+\.md", found["jax"]["reason"])
     assert page and (ROOT / page[0]).is_file()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Literal
 
 
@@ -25,7 +26,32 @@ class Shown:
     shows: Literal["wrong", "error", "abort"] = "wrong"
 
 
-# By the names of `cfp.program.rules.FAULTS`, in their order.
+TRIED = ("0.10", "0.12")  # releases of jaxlib, in order
+# Only the older one of these has these.
+MENDED = (
+    "Fourier transforms whose result is sharded along a transformed dim end "
+    "the process",
+    "a scatter to a single place writes into shards that do not have it",
+)
+
+
+def faults(release: str | None = None) -> tuple[str, ...]:
+    """The faults of a release of jaxlib; of the installed one, if none is given.
+
+    A release that was not tried is taken for the last one tried before it.
+    """
+    tried = [
+        one for one in TRIED if numbers(one) <= numbers(release or version("jaxlib"))
+    ]
+    if not tried:
+        return ()
+    return tuple(name for name in SHOWN if tried[-1] == TRIED[0] or name not in MENDED)
+
+
+def numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")[:2]))
+
+
 SHOWN: Mapping[str, Shown] = {
     "grouped convolutions whose result has other dims first are wrong": Shown(
         program="""

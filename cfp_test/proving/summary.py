@@ -8,9 +8,8 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from cfp.program.rules import faults
 from cfp_test.proving.catalogue import ABSENT, ENTRIES, WITHOUT
-from cfp_test.proving.faults import SHOWN
+from cfp_test.proving.faults import SHOWN, faults
 
 # Kinds of which XLA gathers some variants along factors that their rules allow:
 # reshapes of which two axes shard factors of one dim, and gradients of grouped
@@ -61,10 +60,10 @@ def summary(
         ),
         "faults": [
             {
-                "name": fault.name,
-                **asdict(SHOWN[fault.name]),
+                "name": name,
+                **asdict(SHOWN[name]),
             }
-            for fault in faults()
+            for name in faults()
         ],
         "missing": sorted(absent - set(ABSENT)),
         "left": sorted(set(ENTRIES) - set(names)),

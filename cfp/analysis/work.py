@@ -22,7 +22,7 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
 
     Args:
         batch: positions of the arguments that hold a batch, with the ranks of their
-            first dims; see `cfp.presets.roles.data_arguments`.
+            first dims; see `cfp.presets.arguments.data_arguments`.
 
     Returns:
         ``model_flops`` of a step, without rematerialization by the step itself;

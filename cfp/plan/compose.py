@@ -22,7 +22,7 @@ from cfp.plan.describe import (
 )
 from cfp.plan.parts import type_text
 from cfp.plan.plan import Plan
-from cfp.presets.roles import data_arguments
+from cfp.presets.arguments import data_arguments
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.key import configuration
 from cfp.program.outline import outline_of

@@ -33,7 +33,7 @@ from cfp.plan.parts import (
     short_source,
     type_text,
 )
-from cfp.presets.roles import data_arguments
+from cfp.presets.arguments import data_arguments
 from cfp.printable import mesh_text
 from cfp.profiling.rates import Rates
 from cfp.program.constrain import Constraints

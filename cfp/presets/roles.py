@@ -4,15 +4,14 @@ None of the roles knows a model. An axis walks through the ops in program order,
 takes down which dims it has sharded so far:
 
 ``data``
-    Shards what came from the batch (:func:`cfp.presets.roles.data_arguments`), followed
-    through the program by the ops' own factors, and what ops combine with rows of the
-    batch, such as what a net makes of times that the step draws. Rows that the step
-    draws and multiplies with weights are a batch, too. A contraction that
+    Shards what came from the batch (:func:`cfp.presets.arguments.data_arguments`),
+    followed through the program by the ops' own factors, and what ops combine with rows
+    of the batch, such as what a net makes of times that the step draws. Rows that the
+    step draws and multiplies with weights are a batch, too. A contraction that
     sums over the batch is split along it. Where the dim that it
     sharded ends, it goes on with what is left of the batch: with the rows of a part
-    where the batch is cut into parts, with what was picked where rows are picked from
-    it, and with the next dim of the arguments of which a loop takes one slice after
-    another, if more of the contractions are split then.
+    where the batch is cut into parts, and with the next dim of the arguments of which a
+    loop takes one slice after another, if more of the contractions are split then.
 ``tensor``
     Shards weights: a contraction with a weight is split along the weight's own
     factor (by columns) unless its input arrives sharded along the contracted
@@ -34,171 +33,15 @@ that its size allows.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from cfp.analysis.contractions import DimClasses, is_contraction
+from cfp.analysis.contractions import is_contraction
 from cfp.analysis.layout import Frame
-from cfp.analysis.storage import is_gradient
 from cfp.analysis.strategies import NONE, AxisChoice, axis_choices
-from cfp.program.graph import Op, Program, Value, op_flops, searched_once
+from cfp.presets.arguments import data_arguments, is_key, made_of_parameters
+from cfp.program.graph import Op, op_flops, searched_once
 from cfp.program.rules import Rule
-
-# Of these a batch has some (labels, tokens, masks, edges), and weights have none.
-_COUNTED = ("i32", "i64", "i1")
-
-# JAX's random keys are so many numbers of 32 bits, in their last dim.
-_KEY_SIZES = ((2,), (4,))
-
-# Ops that give a number the shape and dtype of what it is combined with.
-_SHAPING = ("broadcast_in_dim", "reshape", "convert")
-
-
-@searched_once
-def data_arguments(frame: Frame) -> dict[int, int]:
-    """Positions of the arguments that hold a batch, as far as structure tells.
-
-    State is no data, nor is anything that is passed along with it in one argument.
-    Of the other arguments of the step those are data whose leaves agree in their
-    first dim, as the leaves of a batch do and those of a set of weights do not, or
-    of which some leaves are integers (nodes and edges of a graph, tokens and
-    their positions). Where nothing is state, the argument with the most leaves holds
-    the weights. Where weights are no state and nothing else is data, state is of which
-    all leaves agree in their first dim, as the beams of a search do. What a step hands
-    back as it is may be either: data if all leaves agree in their first dim, and with
-    that of other data. Where all of this finds nothing, state is data that is not
-    trained and has the dim of the batch first, as environments that a policy acts in
-    (:func:`_rows_of_state`).
-
-    Returns:
-        For each position the rank of its first dim: 0 for the size that most leaves of
-        an argument agree in, or the first of several, and 1 for the others.
-    """
-    program = frame.program
-    root_of = [name.partition("/")[0] for name in program.arg_names]
-    roots: dict[str, list[int]] = {}
-    for position, root in enumerate(root_of):
-        roots.setdefault(root, []).append(position)
-    held = {root_of[p] for p in frame.group_of_arg.keys() - _handed_back(frame)}
-    unsure = {root_of[p] for p in frame.group_of_arg} - held
-    if not held and len(roots) > 1:
-        largest = max(roots, key=lambda root: len(roots[root]))
-        held = {largest} if len(roots[largest]) > 1 else set()
-    found, carried, same, others = {}, {}, {}, False
-    for root, positions in roots.items():
-        values = {p: program.values[program.args[p]] for p in positions}
-        values = {p: v for p, v in values.items() if v.shape and not _is_key(v)}
-        leading = {p: v.shape[0] for p, v in values.items()}
-        counted = any(v.dtype in _COUNTED for v in values.values())
-        alike = len({*leading.values()}) == 1
-        if root in held:
-            carried |= dict.fromkeys(leading if alike else (), 0)
-            continue
-        others = others or bool(leading)
-        if root in unsure:
-            same |= leading if alike else {}
-            continue
-        if not leading or not (alike or counted):
-            continue
-        ((usual, _),) = Counter(leading.values()).most_common(1)
-        found |= {p: int(size != usual) for p, size in leading.items()}
-    rows = [program.args[p] for p, rank in found.items() if rank == 0]
-    sizes = {program.shape(v)[0] for v in rows}
-    found |= {p: 0 for p, size in same.items() if not sizes or size in sizes}
-    return found or (carried if others else {}) or _rows_of_state(frame)
-
-
-def _rows_of_state(frame: Frame) -> dict[int, int]:
-    """Positions of state that has rows: what is no parameter, nor kept for one.
-
-    Parameters and an optimizer's moments are made new of gradients. Of the other state
-    those leaves are rows whose first dim is a dim of the program's products, the most
-    of them, and none of a parameter's dims, nor a later dim of anything: the number of
-    environments, say, and not that of features of which means are kept. In a step that
-    trains nothing they may be a later dim of other state, as of a cache of all layers,
-    if none is only first.
-    """
-    program, outputs = frame.program, {*frame.program.outputs}
-    trained = {
-        position
-        for group in frame.groups
-        if any(is_gradient(program, v, outputs) for v in group.gradients)
-        for position in group.args
-    }
-    classes = DimClasses(
-        program, range(len(program.ops)), (), frame.canonical, axis_size=2
-    )
-    constant = _handed_back(frame)
-    first: dict[Hashable, list[int]] = {}
-    later: set[Hashable] = set()
-    others: set[Hashable] = set()
-    for position, value in enumerate(program.args):
-        record = program.values[value]
-        if _is_key(record):
-            continue
-        is_row = position in frame.group_of_arg and position not in constant
-        for dim in range(len(record.shape)):
-            found = classes.of_dim(value, dim)
-            if not is_row or position in trained:
-                others.add(found)
-            elif dim:
-                later.add(found)
-            else:
-                first.setdefault(found, []).append(position)
-    flops = Counter[Hashable]()
-    for op in filter(is_contraction, program.ops):
-        factors = range(len(op.rule.sizes)) if op.rule is not None else ()
-        for one in {classes.of_factor(op.id, factor) for factor in factors}:
-            flops[one] += op_flops(program, op)
-    others |= later if trained else set()
-    rows = [one for one in first if one not in others and flops[one]]
-    best = max(rows, key=lambda one: (one not in later, flops[one]), default=None)
-    return dict.fromkeys(first[best], 0) if best is not None else {}
-
-
-def _handed_back(frame: Frame) -> set[int]:
-    """Positions of arguments that are results, too, and nothing is made of them."""
-    program = frame.program
-
-    def is_result(position: int) -> bool:
-        output = frame.paired[position]
-        return output is not None and program.outputs[output] == program.args[position]
-
-    groups = (group.args for group in frame.groups)
-    return {p for args in groups if all(map(is_result, args)) for p in args}
-
-
-def _is_key(value: Value) -> bool:
-    """Returns True if a value is a random key, or several, as numbers."""
-    return value.dtype == "ui32" and value.shape[-1:] in _KEY_SIZES
-
-
-@searched_once
-def made_of_parameters(frame: Frame) -> list[bool]:
-    """Finds for each value whether it is made of parameters and single numbers alone.
-
-    A number that is unknown before the step runs, such as a scale of quantized weights,
-    of a loss, or of an iteration, keeps a weight a weight.
-    """
-    program: Program = frame.program
-    is_number = [not value.shape for value in program.values]
-    state = [False] * len(program.values)
-    data = data_arguments(frame)
-    for position, value in enumerate(program.args):
-        state[value] = position not in data and not _is_key(program.values[value])
-    for op in program.ops:
-        for v in (*op.operands, *op.entries):
-            for outside, inside in program.entered(v):
-                state[inside] = state[outside]
-        numbers = all(is_number[v] for v in op.operands)
-        if op.kind in _SHAPING and numbers:
-            is_number[op.results[0]] = True
-        reads = [v for v in op.operands if not is_number[v] and not program.is_leaf(v)]
-        only = bool(reads) and all(state[v] for v in reads) and not op.has_regions
-        for result in op.results:
-            state[result] = only
-    return state
 
 
 def _first(rule: Rule, wish: Sequence[AxisChoice], size: int) -> AxisChoice:
@@ -259,12 +102,7 @@ def axis_walk(
     program, ranks = frame.program, data_arguments(frame)
     shapes = {p: program.shape(program.args[p]) for p in ranks}
     first = {p: min(dim, len(shapes[p]) - 1) for p in ranks}
-    # Drawn rows that are not as many as the batch's are others, and come second.
-    sizes = {shapes[p][d] for p, d in first.items() if ranks[p] == 0}
-    drawn = {
-        v: {d: int(bool(sizes) and program.shape(v)[d] not in sizes)}
-        for v, d in _drawn_rows(frame, dim).items()
-    }
+    drawn = {v: {d: 0} for v, d in _drawn_rows(frame, dim).items()}
     best: list[AxisChoice] = []
     most_flops = -1
     while True:
@@ -295,7 +133,7 @@ def _drawn_rows(frame: Frame, dim: int) -> dict[int, int]:
     leaves = program.leaf_ops
     drawn = [False] * len(program.values)
     for value in program.args:
-        drawn[value] = _is_key(program.values[value])
+        drawn[value] = is_key(program.values[value])
     found: dict[int, int] = {}
     for op in program.ops:
         for v in op.operands:
@@ -313,7 +151,7 @@ def _drawn_rows(frame: Frame, dim: int) -> dict[int, int]:
         others = [v for v in reads if program.shape(v) and not drawn[v]]
         made = any(drawn[v] for v in reads) and all(weight[v] for v in others)
         for result in op.results:
-            drawn[result] = made or (not others and _is_key(program.values[result]))
+            drawn[result] = made or (not others and is_key(program.values[result]))
     return found
 
 
@@ -473,11 +311,6 @@ class _Walk:
             for f, rank in self._arriving(op, rule, i).items():
                 if f not in rule.reduction:
                     found[f] = min(rank, found.get(f, rank))
-                elif self.follows_batch and op.kind == "gather":
-                    # Rows picked from the batch are one, too.
-                    own = {f for dim in rule.operands[0] for f in dim}
-                    picked = {f for dim in rule.results[0] for f in dim} - own
-                    found |= {f: found.get(f, rank) for f in picked}
         if self.follows_batch:
             return found
         return {f: rank for f, rank in found.items() if f not in rule.closed}
@@ -508,8 +341,6 @@ class _Walk:
         for d, rank in self._marks(op.operands[index]).items():
             if d < len(dims):
                 factors = [f for f in dims[d] if rule.sizes[f] > 1]
-                if not self.follows_batch:
-                    factors = factors[:1]
                 found |= {f: rank + i for i, f in enumerate(factors)}
         return found
 
@@ -517,8 +348,7 @@ class _Walk:
         for result, dims in zip(op.results, rule.results, strict=False):
             found: dict[int, int] = {}
             for d, dim in enumerate(dims):
-                factors = dim if self.follows_batch else (rule.major(dim),)
-                ranks = [carried[f] for f in factors if f is not None and f in carried]
+                ranks = [carried[f] for f in dim if f in carried]
                 if ranks and self.program.shape(result)[d] > 1:
                     found[d] = min(ranks)
             if not self.follows_batch:
@@ -604,38 +434,27 @@ class _Walk:
     def _common_factor(self, op: Op, rule: Rule, kept: list[int]) -> int:
         """Finds the factor that a contraction of two data goes by; -1 if any will do.
 
-        A batch factor that one of them carries, which the axis splits alone or together
-        with a minor one; or else a factor of one, where the other may come whole.
+        A batch factor that one of them carries, or else a factor of one, where the
+        other may come whole.
 
         Args:
             kept: factors of the result.
         """
         if any(self.weight[v] for v in op.operands) or not is_contraction(op):
             return NONE
-        size = self.size
         arriving = [self._arriving(op, rule, i) for i in range(len(rule.operands))]
-
-        def is_split(factor: int) -> bool:
-            return _first(rule, [AxisChoice(factor)], size) != AxisChoice()
-
         for factor in shared_factors(rule):
             if any(factor in ranks for ranks in arriving):
-                own = rule.sizes[factor]
-                if is_split(factor) or (1 < own < size and size % own == 0):
-                    return factor
+                return factor
         gives_way = [
             bool(ranks and self._makers(value) & self.by_minor)
             for value, ranks in zip(op.operands, arriving, strict=False)
         ]
-        if not any(gives_way):
-            return NONE
-        if all(gives_way):  # What is summed over would be reduced.
-            gives_way = [bool(rule.reduction & ranks.keys()) for ranks in arriving]
         firm = (
             factor
             for ranks, gives in zip(arriving, gives_way, strict=False)
             for factor in ranks
-            if not gives and factor in kept and is_split(factor)
+            if not gives and factor in kept
         )
         return next(firm, NONE) if any(gives_way) else NONE
 

@@ -7,7 +7,6 @@ fastest program.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
@@ -18,21 +17,18 @@ from typing import Any
 from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
-from cfp.context import device_memory
+from cfp.context import PlannerSettings, open_context
 from cfp.errors import CfpError
 from cfp.plan.compose import compose_plan
 from cfp.plan.parts import check_arguments
 from cfp.plan.plan import Plan
 from cfp.presets.presets import presets
 from cfp.printable import counted
-from cfp.profiling.builder import Built
 from cfp.profiling.in_flight import Limits
 from cfp.profiling.key import Parts, ProfileKey, environment_parts
-from cfp.profiling.store import ProfileStore, store_path
-from cfp.profiling.tasks import MeasureOptions, Progress
+from cfp.profiling.tasks import Progress
 from cfp.program.outline import other_program
 from cfp.program.step import FlatStep
-from cfp.race.compile import Builder
 from cfp.race.programs import (
     RaceOutcome,
     RaceProgram,
@@ -40,10 +36,11 @@ from cfp.race.programs import (
     programs_of,
     race_row,
 )
+from cfp.race.race import Race
 from cfp.race.turns import race_programs
 from cfp.runtime.execute import resolved
 from cfp.settings import ConstraintLevel
-from cfp.solution import Candidate, Solution
+from cfp.solution import RACE_SECONDS, Candidate, Solution
 from cfp.view.words import OTHER_DEVICES, VERIFIED, WAS_DESCRIBED, basis_text
 
 _ROUNDS = 2
@@ -101,7 +98,6 @@ def verify(
         PlanMismatch: the plan is for another step.
         CfpError: no program runs.
     """
-    started = time.monotonic()
     program = analysis.frame.program
     environment = dict(environment_parts([*mesh.devices.flat]))
     if plan.fingerprint != program.fingerprint:
@@ -111,20 +107,12 @@ def verify(
     marks = _marks(plan, environment)
     # Times that other devices need say nothing of a run that hangs.
     limits = Limits(run_seconds=inf) if OTHER_DEVICES in marks else Limits()
-    mine = _program(plan, analysis, mesh, where)
-    built: dict[str, Built] = {}
-    with ProfileStore(store_path(cache_dir)) as store:
-        builder = Builder(
-            program=program,
-            mesh=mesh,
-            store=store,
-            budget_bytes=device_memory(mesh),
-            end=started + seconds,
-            options=MeasureOptions(progress=progress, limits=limits),
-            built=built,
-        )
+    settings = PlannerSettings(seconds=seconds, progress=progress, limits=limits)
+    with open_context(mesh, cache_dir, settings=settings) as context:
+        race = Race(context, analysis, Solution(()))
+        mine = _program(plan, analysis, mesh, where)
         programs = [mine, *_others(mine, plan.level, analysis, where)]
-        results = race_programs(builder, programs, _ROUNDS)
+        results = race_programs(race.builder, programs, _ROUNDS)
     best, own = min(results, key=lambda result: result.time_ms), results[0]
     if not best.ran:
         reasons = "; ".join(f"{r.name}: {r.reason}" for r in results)
@@ -135,10 +123,10 @@ def verify(
     made = replace(plan, environment=environment)
     if best is not own:
         outcome = RaceOutcome(
-            solution=Solution([best.candidate]),
+            solution=race.solution,
             winner=best.candidate,
-            built=built.get(best.program.identity),
-            counts={"race_seconds": time.monotonic() - started},
+            built=race.built.get(best.program.identity),
+            counts={RACE_SECONDS: race.seconds},
         )
         made = compose_plan(analysis, mesh, environment, outcome)
     made = replace(
@@ -155,7 +143,7 @@ def verify(
         best=made.bound_to(step, out_tree),
         measured_ms=median(own.samples_ms) if own.ran else None,
         rows=tuple(sorted(results, key=lambda result: result.time_ms)),
-        seconds=time.monotonic() - started,
+        seconds=race.seconds,
     )
 
 

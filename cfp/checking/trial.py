@@ -13,13 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import tree_flatten_with_path
 
-from cfp.checking.check import (
-    FULL_TOLERANCE,
-    Check,
-    Differences,
-    Leaf,
-    feed_back,
-)
+from cfp.checking.check import FULL_TOLERANCE, Check, Differences, Leaf, feed_back
 from cfp.checking.reference import both_sides, no_room, reference_text
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
@@ -27,7 +21,6 @@ from cfp.profiling.builder import is_out_of_memory
 from cfp.profiling.coordination import coordinated
 from cfp.program.calling import fixed
 from cfp.program.step import FlatStep, arguments_of, successors
-from cfp.runtime.execute import CompiledStep
 from cfp.targets import Target
 
 
@@ -61,7 +54,7 @@ class Trial:
     """
 
     steps: tuple[StepResult, ...]
-    tolerance: float
+    tolerance: float = FULL_TOLERANCE
     checked: bool
     preset: str = ""
     narrow: bool = False
@@ -143,22 +136,25 @@ def run_trial(
         compiled = bound.compile_bound(tell)
         tell("making the arguments, by programs that are compiled for their shapes")
         args = list(target.make_args(bound.in_shardings, seed))
-        checking = None
+        checking, results, checked = None, list[StepResult](), dict[str, Any]()
         if check:
             tell(
                 "preparing the check: steps, compiled where they are not there already"
             )
             agree = bool if talk is None else talk.all_agree
             with _explained(is_check=True):
-                sides = both_sides(bound, compiled, tell, agree)
-                checking = Check(*sides, feedback, agree, tolerance)
-                which = reference_text(checking.reference.preset)
+                planned, reference = both_sides(bound, compiled, tell, agree)
+                checking = Check(planned, reference, feedback, agree, tolerance)
+                which = reference_text(reference.preset)
                 tell(f"copying the arguments, for the check against {which}")
                 checking.start(args)
-        results = list[StepResult]()
+            checked = {"tolerance": checking.tolerance, "preset": reference.preset}
+            checked["narrow"] = bool(planned.narrow)
         for number in range(1, steps + 1):
             tell(f"step {number} of {steps}")
-            result, time_ms = _one_step(compiled, args)
+            started = time.perf_counter()
+            result = jax.block_until_ready(compiled(*args))
+            time_ms = (time.perf_counter() - started) * 1000
             metrics = _metrics(result, feedback)
             feed_back(args, result, feedback)
             del result
@@ -166,21 +162,14 @@ def run_trial(
         # The check begins with arguments of its own. What it moves to and fro would be
         # in the times of steps between.
         args.clear()
-        for number, one in enumerate(results, 1):
-            if checking is None:
-                break  # Nothing is compared.
-            at = f"checking step {number} of {steps}"
+        if checking is not None:
             with _explained(is_check=True):
-                made = checking.step(lambda what, at=at: tell(f"{at}: {what}"))
-            results[number - 1] = replace(one, comparison=made)
+                for number, one in enumerate(results):
+                    at = f"checking step {number + 1} of {steps}"
+                    made = checking.step(lambda what, at=at: tell(f"{at}: {what}"))
+                    results[number] = replace(one, comparison=made)
     return Trial(
-        steps=tuple(results),
-        tolerance=FULL_TOLERANCE if checking is None else checking.tolerance,
-        checked=check,
-        preset="" if checking is None else checking.reference.preset,
-        narrow=checking is not None and bool(checking.planned.narrow),
-        state=state,
-        drawn=target.draws,
+        steps=tuple(results), checked=check, state=state, drawn=target.draws, **checked
     )
 
 
@@ -197,13 +186,6 @@ def _explained(is_check: bool) -> Iterator[None]:
             "Try a plan with a memory budget (--memory-budget, memory_budget=), a "
             "smaller batch, or more devices."
         ) from error
-
-
-def _one_step(compiled: CompiledStep, args: list[Any]) -> tuple[Any, float]:
-    """A step's result, and its time in milliseconds."""
-    started = time.perf_counter()
-    result = jax.block_until_ready(compiled(*args))
-    return result, (time.perf_counter() - started) * 1000
 
 
 def _feedback(

@@ -24,7 +24,7 @@ from pathlib import Path
 from cfp.devices.joining import is_asked
 from cfp.errors import CfpError
 from cfp.profiling import in_flight
-from cfp.profiling.in_flight import Cause, forget, is_late, settle
+from cfp.profiling.in_flight import forget, is_late, settle
 from cfp.profiling.store import ProfileStore
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
@@ -79,8 +79,8 @@ class Supervision:
             with ProfileStore(store_path) as store:
                 end = _attend(child, store)
                 os.close(theirs)
-                if not _may_go_on(store, end):
-                    raise SystemExit(end.exit_code)
+                if end is not None:
+                    raise SystemExit(end)
                 now = sum(one.ok for one in store.records())
             in_a_row = in_a_row + 1 if now == done else 1
             done = now
@@ -90,94 +90,60 @@ class Supervision:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _End:
-    """The end of a child.
-
-    Attributes:
-        code: its exit code, or the negative number of the signal that ended it.
-        is_overdue: whether it was ended since something took too long.
-        is_stopped: whether the user asked for it.
-    """
-
-    child: int
-    code: int
-    is_overdue: bool
-    is_stopped: bool
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of the parent, as shells have it."""
-        return self.code if self.code >= 0 else 128 - self.code
-
-    @property
-    def cause(self) -> Cause | None:
-        """The cause of its death; None if it may have been ended from outside."""
-        if self.is_overdue or -self.code in _SENT_BY_OTHERS:
-            return None
-        if self.code >= 0:
-            return "crashed", f"the process ended with exit code {self.code}"
-        name = signal.Signals(-self.code).name
-        return "crashed", f"the process ended by {name}"
-
-
-def _attend(child: int, store: ProfileStore) -> _End:
+def _attend(child: int, store: ProfileStore) -> int | None:
     """Waits for a child's end; kills it if something hangs.
+
+    Returns:
+        The command's exit code; None if the child died of something that is on record
+        now, and another may start.
 
     Raises:
         KeyboardInterrupt: for the second time, while the child reacts to nothing.
     """
-    looked, is_overdue, stop = time.monotonic(), False, None
-    while True:
+    looked, is_overdue, stop = time.monotonic(), False, 0
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         event = signal.sigtimedwait(_SIGNALS, _LOOK_SECONDS)
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            code = os.waitstatus_to_exitcode(status)
-            how = {"is_overdue": is_overdue, "is_stopped": stop is not None}
-            return _End(child=child, code=code, **how)
         if event is not None and event.si_signo != signal.SIGCHLD:
-            insists = stop == event.si_signo == signal.SIGINT
-            stop = event.si_signo
-            if insists:
+            if stop == event.si_signo == signal.SIGINT:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 forget(store, child)
                 raise KeyboardInterrupt
             # A terminal has signalled the child already; the kernel's codes are above
             # zero.
+            stop = event.si_signo
             if event.si_code <= 0:
-                os.kill(child, event.si_signo)
-        now = time.monotonic()
-        # Both were stopped, and the child has not had its time.
-        was_stopped = now - looked > _STOPPED_SECONDS
-        looked = now
+                os.kill(child, stop)
+        # If both were stopped, the child has not had its time.
+        was_stopped = time.monotonic() - looked > _STOPPED_SECONDS
+        looked = time.monotonic()
         if not was_stopped and is_late(store, child):
             is_overdue = True
             os.kill(child, signal.SIGKILL)
-
-
-def _may_go_on(store: ProfileStore, end: _End) -> bool:
-    """True if a child died of something, and another may start."""
-    if end.is_stopped:
-        forget(store, end.child)
-        return False
-    suspects = settle(store, end.child, end.cause)
-    if not suspects:
-        return False  # It has tidied up: an end like any other.
+    code = os.waitstatus_to_exitcode(ended[1])
+    exit_code = code if code >= 0 else 128 - code  # As shells have it.
+    if stop:
+        forget(store, child)
+        return exit_code
+    how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+    cause = "crashed", f"the process ended {how}"
+    is_unknown = is_overdue or -code in _SENT_BY_OTHERS
+    if not settle(store, child, None if is_unknown else cause):
+        return exit_code  # It has tidied up: an end like any other.
     if sys.stderr.isatty():  # Its live line is there yet, and no cursor.
         sys.stderr.write("\r\x1b[2K\x1b[?25h")
         sys.stderr.flush()
     if not is_asked():
-        return True
+        return None
     # Of several processes a child would find the others at another point.
-    how = "took too long" if end.is_overdue else f"exit code {end.exit_code}"
+    why = "took too long" if is_overdue else f"exit code {exit_code}"
     print(
-        f"error: This process of several was ended: {how}. SIGABRT is how JAX ends a "
+        f"error: This process of several was ended: {why}. SIGABRT is how JAX ends a "
         "process when another one, or the coordinator, is gone. See what the others "
         "printed; then start all processes again: what was measured is kept.",
         file=sys.stderr,
     )
-    return False
+    return exit_code
 
 
 def _die_with(pipe: int, store_path: Path) -> None:

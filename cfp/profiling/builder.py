@@ -174,9 +174,8 @@ def build(
     Several threads may call it at once: compiling releases Python's lock. A failure is
     a record.
     """
-    where = program.fingerprint, plain_mesh(mesh), job
-    with_others = share_build(mesh, "build", *where)
-    return with_others(build_here(program, mesh, job, environment))
+    make = partial(build_here, program, mesh, job, environment)
+    return build_everywhere(mesh, job, make, program.fingerprint)
 
 
 PlainMesh = tuple[tuple[tuple[str, int], ...], tuple[int, ...]]
@@ -187,24 +186,30 @@ def plain_mesh(mesh: Mesh) -> PlainMesh:
     return tuple(mesh.shape.items()), tuple(device.id for device in mesh.devices.flat)
 
 
-def share_build(
-    mesh: Mesh, job: str, *arguments: Any
-) -> Callable[[Built | ProfileRecord], Built | ProfileRecord]:
-    """Has other processes of a mesh build the same; returns what joins outcomes."""
+def build_everywhere(
+    mesh: Mesh,
+    task: Task,
+    make: Callable[[], Built | ProfileRecord],
+    fingerprint: str = "",
+) -> Built | ProfileRecord:
+    """Builds a task, in all processes that have devices of the mesh.
+
+    Args:
+      make: builds it in this one.
+      fingerprint: of the program that it is a part of.
+    """
     if (talk := leading(mesh)) is None:
-        return lambda mine: mine
-    number = talk.say(job, *arguments)
+        return make()
+    number = talk.say("build", fingerprint, plain_mesh(mesh), task)
     shared = Shared(number=number)
     weakref.finalize(shared, talk.drop, number).atexit = False
-
-    def joined(mine: Built | ProfileRecord) -> Built | ProfileRecord:
-        failures = [one for one in talk.answers(number) if one is not None]
-        if failures and isinstance(mine, Built):
-            status, reason = failures[0]
-            return mine.record(status, reason=f"in another process: {reason}")
-        return replace(mine, shared=shared) if isinstance(mine, Built) else mine
-
-    return joined
+    mine = make()
+    failures = [one for one in talk.answers(number) if one is not None]
+    if not isinstance(mine, Built):
+        return mine
+    for status, reason in failures:
+        return mine.record(status, reason=f"in another process: {reason}")
+    return replace(mine, shared=shared)
 
 
 def build_here(

@@ -31,9 +31,8 @@ from cfp.errors import CfpError
 from cfp.printable import mesh_text
 from cfp.profiling.builder import (
     Built,
+    build_everywhere,
     build_lowered,
-    plain_mesh,
-    share_build,
 )
 from cfp.profiling.coordination import is_shared
 from cfp.profiling.inputs import InputKind, generator
@@ -260,8 +259,8 @@ _ON_GPUS = {"xla_gpu_enable_triton_gemm": "False"}
 
 def build_probe(key: ProfileKey, probe: RateProbe, mesh: Mesh) -> Built | ProfileRecord:
     """Compiles a probe, in all processes that have devices of the mesh."""
-    with_others = share_build(mesh, "probe", plain_mesh(mesh), probe.label)
-    return with_others(build_probe_here(key, probe, mesh))
+    task = Task(key=key, label=probe.label)
+    return build_everywhere(mesh, task, partial(build_probe_here, key, probe, mesh))
 
 
 def probe_of(mesh: Mesh, label: str) -> RateProbe:

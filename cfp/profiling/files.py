@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -77,13 +78,22 @@ def make_private(path: Path) -> None:
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
-def lock_file(file: IO[bytes]) -> None:
-    """Locks an open file for its opener alone, until it is closed.
+@contextlib.contextmanager
+def locked(path: Path, waits: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Locks a private file, while the body runs, for this opener alone.
 
     Where there are no file locks (some network file systems) it does nothing.
+
+    Args:
+      waits: called before it waits for another opener.
     """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
+    with open_private(path, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waits()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        yield

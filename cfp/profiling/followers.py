@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,9 +17,9 @@ from cfp.profiling.builder import BuildEnvironment, Built, Job, PlainMesh, build
 from cfp.profiling.collectives import build_probe_here, probe_of
 from cfp.profiling.compile_pool import CompilePool, default_threads
 from cfp.profiling.coordination import Coordination, LeaderFailed
-from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import compile_generators, execute_here, shortage
+from cfp.profiling.tasks import Task
 from cfp.program.graph import Program
 
 # Makes a program of the name of a variant, and of what of its state is in the host.
@@ -31,9 +30,8 @@ def follow(talk: Coordination, make: Trace, environment: BuildEnvironment) -> An
     """Does the leader's jobs until the end, and returns the leader's outcome."""
     with CompilePool(default_threads(jax.local_devices()[0].platform)) as pool:
         one = Follower(talk, make, environment, pool)
-        jobs = (one.trace, one.build, one.probe, one.run)
-        by_name = {job.__name__: job for job in jobs}
-        return talk.follow(by_name, lambda number: one.built.pop(number, None))
+        jobs = {"trace": one.trace, "build": one.build, "run": one.run}
+        return talk.follow(jobs, lambda number: one.built.pop(number, None))
 
 
 @dataclass(slots=True)
@@ -57,30 +55,15 @@ class Follower:
         self.programs[program.fingerprint] = program
         self.talk.answer(number, program.fingerprint)
 
-    def build(self, number: int, fingerprint: str, place: PlainMesh, job: Job) -> None:
-        """Builds a part of a program; answers with a failure's reason, or None."""
-        program, mesh = self.programs[fingerprint], _mesh(place)
+    def build(
+        self, number: int, fingerprint: str, place: PlainMesh, task: Task
+    ) -> None:
+        """Builds a task in a thread; answers with a failure's reason, or None."""
+        mesh = _mesh(place)
 
         def built() -> Built | ProfileRecord:
-            made = build_here(program, mesh, job, self.environment)
-            if isinstance(made, Built):
-                compile_generators(program, mesh, job)
-            return made
-
-        self._start(number, job.label, mesh, built)
-
-    def probe(self, number: int, place: PlainMesh, label: str) -> None:
-        """Builds a probe of the devices; answers as `build` does."""
-        mesh, key = _mesh(place), ProfileKey((("probe", label),))
-        build = partial(build_probe_here, key, probe_of(mesh, label), mesh)
-        self._start(number, label, mesh, build)
-
-    def _start(
-        self, number: int, label: str, mesh: Mesh, build: Callable[[], Any]
-    ) -> None:
-        def answered() -> Built | ProfileRecord:
             try:
-                made = build()
+                made = self._made(fingerprint, mesh, task)
                 if isinstance(made, Built) and (reason := shortage(made, mesh)):
                     made = made.record("out_of_memory", reason=reason)
             except BaseException as error:
@@ -90,7 +73,16 @@ class Follower:
             self.talk.answer(number, None if is_built else (made.status, made.reason))
             return made
 
-        self.built[number] = self.pool.start(label, answered)
+        self.built[number] = self.pool.start(task.label, built)
+
+    def _made(self, fingerprint: str, mesh: Mesh, task: Task) -> Built | ProfileRecord:
+        if not isinstance(task, Job):
+            return build_probe_here(task.key, probe_of(mesh, task.label), mesh)
+        program = self.programs[fingerprint]
+        made = build_here(program, mesh, task, self.environment)
+        if isinstance(made, Built):
+            compile_generators(program, mesh, task)
+        return made
 
     def run(self, number: int, what: int, place: PlainMesh, *how: Any) -> str:
         """Runs the program of a job; answers with a failure's reason, or ""."""

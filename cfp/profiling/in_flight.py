@@ -3,7 +3,6 @@
 A process that dies while it builds or runs a job leaves its rows. The job that was
 running, or else building, is tried again. A second death, or a known cause of death, is
 a failure on record. If several builds were under way, they are built one at a time.
-Rows of living processes keep others from measuring the same.
 
 A process that holds devices cannot end a run that hangs. It notes that the run takes
 too long, and the command line as its parent ends it (`cfp.cli.supervise`).
@@ -29,7 +28,7 @@ from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.record import ProfileRecord, Status, utc_now
 from cfp.profiling.store import ProfileStore
 
-Doing = Literal["build", "wait", "run"]
+Doing = Literal["build", "run"]
 
 _WATCH_SECONDS = 1.0
 # A process that slept longer than this between two looks was stopped, and all else
@@ -55,11 +54,11 @@ class Limits:
     run_expected: float = 20.0
     build_seconds: float = 1800.0
 
-    def seconds(self, doing: Doing, expected_ms: float) -> float | None:
-        """Returns the time limit of an activity; None for waiting."""
+    def seconds(self, doing: Doing, expected_ms: float) -> float:
+        """Returns the time limit of an activity."""
         if doing == "run":
             return self.run_seconds + self.run_expected * expected_ms / 1e3
-        return self.build_seconds if doing == "build" else None
+        return self.build_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,21 +68,20 @@ class Operation:
     Attributes:
       parts: of the key of its record.
       program: name of the user's function; "" without one.
-      doing: "build", "run", or "wait": built, and not running yet.
       since: start of the activity: ISO 8601, UTC.
       deadline: time at which it counts as hung, in `time.monotonic`, which the
-        processes of a machine share; None for never.
+        processes of a machine share.
       overdue: True after the deadline.
       deaths: number of processes that may have died of it.
     """
 
     parts: Parts
-    label: str = ""
+    label: str
     program: str = ""
-    doing: Doing = "wait"
-    since: str = ""
-    limit_seconds: float | None = None
-    deadline: float | None = None
+    doing: Doing
+    since: str
+    limit_seconds: float
+    deadline: float
     overdue: bool = False
     deaths: int = 0
 
@@ -170,7 +168,7 @@ def settle(
             suspects += guilty if is_asked else ()
             why = cause if is_asked else None
             if why is None and guilty and all(one.overdue for one in guilty):
-                why = "timeout", f"no end after {guilty[0].limit_seconds or 0.0:.0f} s"
+                why = "timeout", f"no end after {guilty[0].limit_seconds:.0f} s"
             for one in guilty:
                 dead = replace(one, deaths=deaths.get(one.key, 0) + 1, overdue=False)
                 if why is None and dead.deaths >= _MOST_DEATHS:
@@ -198,15 +196,13 @@ def is_late(store: ProfileStore, pid: int) -> bool:
 
 
 def _is_overdue(one: Operation) -> bool:
-    late = time.monotonic()
-    return one.overdue or (one.deadline is not None and one.deadline < late)
+    return one.overdue or one.deadline < time.monotonic()
 
 
 def _suspects(mine: Sequence[Operation]) -> list[Operation]:
     """Possible causes of a death: overdue operations, else runs, else builds."""
-    at_work = [one for one in mine if one.doing != "wait"]
-    late = [one for one in at_work if one.overdue]
-    return late or [one for one in at_work if one.doing == "run"] or at_work
+    late = [one for one in mine if one.overdue]
+    return late or [one for one in mine if one.doing == "run"] or [*mine]
 
 
 def _is_done(store: ProfileStore, one: Operation) -> bool:
@@ -268,62 +264,35 @@ class InFlight:
             dead = {one.key for one in operations(connection).get(_DEAD, ())}
         return most if dead.isdisjoint(digests) else 1
 
-    def claim(self, keys: Sequence[ProfileKey], count: int) -> list[ProfileKey]:
-        """Takes the first few of some keys that no other living process is at.
-
-        A process that hangs has no claims.
-        """
-        with self._lock, self._store.transaction() as connection:
-            taken = {
-                one.key
-                for owner, theirs in operations(connection).items()
-                if owner not in (_DEAD, self._owner) and is_alive(owner)
-                if not any(other.overdue for other in theirs)
-                for one in theirs
-            }
-            ours = [key for key in keys if key.digest not in taken][:count]
-            for key in ours:
-                self._set(key, self._begin(key, "", "wait"))
-        return ours
-
     @contextlib.contextmanager
     def doing(
         self, key: ProfileKey, label: str, doing: Doing, expected_ms: float = 0.0
     ) -> Iterator[None]:
-        """Notes an activity while the body runs; claimed jobs wait meanwhile."""
-        is_claimed = key.digest in self._mine
-        self._set(key, self._begin(key, label, doing, expected_ms))
-        try:
-            yield
-        finally:
-            self._set(key, self._begin(key, label, "wait") if is_claimed else None)
-
-    def release(self, key: ProfileKey) -> None:
-        """Ends the operation with a key."""
-        self._set(key, None)
-
-    def _set(self, key: ProfileKey, one: Operation | None) -> None:
-        with self._lock:
-            if self._closed.is_set():
-                return  # A build that an interrupt did not wait for.
-            self._mine.pop(key.digest, None)
-            self._mine |= {key.digest: one} if one else {}
-            with self._store.transaction() as connection:
-                _write(connection, self._owner, key.digest, one)
-
-    def _begin(
-        self, key: ProfileKey, label: str, doing: Doing, expected_ms: float = 0.0
-    ) -> Operation:
+        """Notes an activity while the body runs."""
         limit = self.limits.seconds(doing, expected_ms)
-        return Operation(
+        one = Operation(
             parts=key.parts,
             label=label,
             program=self._program,
             doing=doing,
             since=utc_now(),
             limit_seconds=limit,
-            deadline=None if limit is None else time.monotonic() + limit,
+            deadline=time.monotonic() + limit,
         )
+        self._set(key.digest, one)
+        try:
+            yield
+        finally:
+            self._set(key.digest, None)
+
+    def _set(self, digest: str, one: Operation | None) -> None:
+        with self._lock:
+            if self._closed.is_set():
+                return  # A build that an interrupt did not wait for.
+            self._mine.pop(digest, None)
+            self._mine |= {digest: one} if one else {}
+            with self._store.transaction() as connection:
+                _write(connection, self._owner, digest, one)
 
     def _watch(self) -> None:
         """Notes what takes too long; nothing in this process can end it."""
@@ -334,12 +303,12 @@ class InFlight:
             looked = now
             with self._lock:
                 for one in [*self._mine.values()]:
-                    if one.deadline is None or one.overdue or self._closed.is_set():
+                    if one.overdue or self._closed.is_set():
                         continue
                     late = now > one.deadline + lost
                     if late or lost:
                         moved = replace(one, deadline=one.deadline + lost, overdue=late)
-                        self._set(ProfileKey(one.parts), moved)
+                        self._set(one.key, moved)
                     if late:
                         _log.warning(
                             "%s: %s for more than %.0f s; it may hang. If this process "

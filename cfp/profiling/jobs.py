@@ -4,8 +4,9 @@ Building, running and storing are separate. Threads build jobs in batches. Jobs 
 at a time in the given order, as a compile beside a run slows it (docs/decisions.md,
 "Building does not overlap running").
 
-Each build and run is noted in the store first. So a process that dies leaves a record
-(`cfp.profiling.in_flight`), and two processes with one store share the work.
+Each build and run is noted in the store first, so that a process that dies leaves a
+record (`cfp.profiling.in_flight`). Processes with one store measure in turn, a batch
+each, and take over what the others have measured.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from cfp.profiling.tasks import MeasureOptions, Phase, Progress, Task
 # H200, with 12 of them, the last two of 26 programs took 5 s after a batch of 24. So
 # batches are of one size, at most this.
 _BUILT_BY_EACH_THREAD = 4
-_LOOK_AGAIN_SECONDS = 0.2
 _TELL_SECONDS = 5.0  # While a build is awaited.
 
 AnyTask = TypeVar("AnyTask", bound=Task)
@@ -174,46 +174,39 @@ class _Run:
         def say(job: Task, number: int, left: int, seconds: float) -> None:
             self.tell(job.label, "build", left if seconds else 0, seconds)
 
-        while waiting and not self.is_late():
-            batch = self._claim(waiting, size)
-            built = build_all(
-                sorted(batch, key=lambda job: job.is_last),
-                build,
-                self.in_flight,
-                threads=self.place.threads,
-                tell=say,
-                is_late=self.is_late,
-            )
-            for job in batch:
-                if self.is_late():
-                    return
-                # No name here: what was built goes when its turn is over.
-                self._take_turn(job, built.pop(job.key.digest))
-
-    def _claim(self, waiting: list[Task], count: int) -> list[Task]:
-        """Takes jobs that no other process works on out of the queue.
-
-        Results of other processes are taken over.
-        """
-        # What was claimed is no other process's, so that this is final.
-        claimed = self.in_flight.claim([job.key for job in waiting], count)
-        ours = {key.digest for key in claimed}
-        if not ours:
+        def wait() -> None:
             self.tell(waiting[0].label, "wait")
-            time.sleep(_LOOK_AGAIN_SECONDS)
-        known = {
-            digest: record
-            for digest, record in self.store.get_many(ours).items()
-            if record != self.to_retry.get(digest)
-        }
-        taken = [job for job in waiting if job.key.digest in ours]
-        for job in taken:
-            waiting.remove(job)
-            if job.key.digest in known:
-                self._answer(known[job.key.digest])
-                self.in_flight.release(job.key)
+
+        while waiting and not self.is_late():
+            with self.store.alone(wait):
+                waiting = self._unknown(waiting)
+                batch, waiting = waiting[:size], waiting[size:]
+                built = build_all(
+                    sorted(batch, key=lambda job: job.is_last),
+                    build,
+                    self.in_flight,
+                    threads=self.place.threads,
+                    tell=say,
+                    is_late=self.is_late,
+                )
+                for job in batch:
+                    if self.is_late():
+                        return
+                    # No name here: what was built goes when its turn is over.
+                    self._take_turn(job, built.pop(job.key.digest))
+
+    def _unknown(self, waiting: Sequence[Task]) -> list[Task]:
+        """Jobs without those that another process has measured meanwhile."""
+        known = self.store.get_many([job.key.digest for job in waiting])
+        left = list[Task]()
+        for job in waiting:
+            record = known.get(job.key.digest)
+            if record is None or record == self.to_retry.get(record.key):
+                left.append(job)
+            else:
+                self._answer(record)
                 self.tell(job.label, "done")
-        return [job for job in taken if job.key.digest not in known]
+        return left
 
     def _build(self, job: Task, opens: bool) -> Outcome:
         """Builds a job in a thread, and opens links with it if it is the first."""
@@ -231,7 +224,6 @@ class _Run:
             with self.in_flight.doing(job.key, job.label, "run", job.expected_ms):
                 outcome = self.place.run(job, outcome)
             self._keep(outcome)
-        self.in_flight.release(job.key)
         self.records[job.key.digest] = outcome
         self.failed += not outcome.ok
         self.best_ms = min(self.best_ms, outcome.time_ms)

@@ -12,7 +12,8 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,10 +24,9 @@ from cfp.printable import printable
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.files import (
     cache_dir,
-    lock_file,
+    locked,
     make_private,
     make_private_folder,
-    open_private,
 )
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
@@ -77,6 +77,10 @@ class ProfileStore:
             if self._connection is not None:
                 self._connection.close()
             self._connection = None
+
+    def alone(self, waits: Callable[[], object]) -> AbstractContextManager[None]:
+        """Has this process alone measure for the store; `waits` tells that it waits."""
+        return locked(self.path.with_name(f"{self.path.name}.measuring"), waits)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -202,25 +206,21 @@ def _open(path: Path) -> sqlite3.Connection:
     make_private_folder(path.parent)
     # Two that find it damaged would otherwise both set it aside, the second one the
     # fresh file of the first.
-    with open_private(path.with_name(f"{path.name}.lock"), "ab") as file:
-        lock_file(file)
-        # SQLite gives its logs the mode of the file.
-        make_private(path)
-        how = {"timeout": _BUSY_SECONDS, "isolation_level": None}
-        connection = sqlite3.connect(path, check_same_thread=False, **how)
-        try:
-            damage = _damage(connection)
-        except BaseException:
-            connection.close()
-            raise
-        if damage:
-            # Before closing: to close a file, SQLite writes its log into it.
-            _set_aside(path, damage)
-            connection.close()
+    how = {"timeout": _BUSY_SECONDS, "isolation_level": None}
+    with locked(path.with_name(f"{path.name}.lock")):
+        while True:
+            # SQLite gives its logs the mode of the file.
             make_private(path)
             connection = sqlite3.connect(path, check_same_thread=False, **how)
-            _damage(connection)
-        return connection
+            try:
+                if not (damage := _damage(connection)):
+                    return connection
+                # Before closing: to close a file, SQLite writes its log into it.
+                _set_aside(path, damage)
+            except BaseException:
+                connection.close()
+                raise
+            connection.close()
 
 
 def _damage(connection: sqlite3.Connection) -> str:

@@ -89,15 +89,14 @@ def install() -> None:
                 log("put", record.key)
         return written
 
-    begin = InFlight._begin
+    note = InFlight._set
 
-    def faulty_begin(log, key, label, doing, expected_ms=0.0) -> Operation:
-        made = begin(log, key, label, doing, expected_ms)
-        if FAULTS.get(label) == "overdue" and doing == "run":
-            made = replace(made, deadline=time.monotonic())
-        return made
+    def faulty_note(log: InFlight, digest: str, one: Operation | None) -> None:
+        if one and one.doing == "run" and FAULTS.get(one.label) == "overdue":
+            one = replace(one, deadline=time.monotonic())
+        note(log, digest, one)
 
-    InFlight._begin = faulty_begin  # pyright: ignore
+    InFlight._set = faulty_note  # pyright: ignore
     runner.run = turns.run = faulty_run
     collectives.execute = logged_execute
     ProfileStore.put_all = logged_put_all  # pyright: ignore

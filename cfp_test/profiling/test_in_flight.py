@@ -39,7 +39,7 @@ def deaths(store):
 
 
 def test_what_its_parent_knows_is_on_record_at_once(store, caplog):
-    leave(store, mark("a", program="train"), mark("b", "wait"))
+    leave(store, mark("a", program="train"))
     assert [one.label for one in settle(store, GONE, ABORTED)] == ["task a"]
     reason = "the process ended by SIGABRT while running it"
     assert failures(store) == [("a", "crashed", reason)]
@@ -111,10 +111,11 @@ def test_what_was_ended_from_outside_is_not_blamed(store):
     assert failures(store) == [] and at_work(store) == {}
 
 
-def test_another_hosts_processes_keep_nothing_and_are_blamed_for_nothing(store):
+def test_another_hosts_process_is_not_taken_for_one_of_this(store):
+    """A store is of one host: what another's left is as if it had died of it."""
     support.leave(store, mark("a"), owner=f"elsewhere:{os.getpid()}:1:a")
-    with InFlight(store) as log:
-        assert log.claim([key_of("a")], 1) == [key_of("a")]
+    with InFlight(store):
+        assert deaths(store) == {"task a": 1} and failures(store) == []
 
 
 def test_living_processes_are_left_alone(store):
@@ -126,25 +127,12 @@ def test_living_processes_are_left_alone(store):
     assert at_work(store) == {} and failures(store) == []
 
 
-def test_two_processes_never_claim_the_same(store):
-    keys = [key_of(name) for name in "abcd"]
-    short = Limits(run_seconds=0.05)
-    with InFlight(store, short) as one, InFlight(store) as other:
-        assert one.claim(keys, 2) == keys[:2]
-        assert other.claim(keys, 3) == keys[2:]
-        one.release(keys[0])
-        assert other.claim(keys[:2], 2) == keys[:1]
-
-
 def test_what_takes_too_long_is_noted(store, caplog, monkeypatch):
     monkeypatch.setattr(in_flight, "_WATCH_SECONDS", 0.02)
     with InFlight(store, Limits(run_seconds=0.05)) as log:
         with log.doing(key_of("a"), "task a", "run"):
             until(lambda: alone(store)[0].overdue)
             assert is_late(store, os.getpid())
-            # It has no claims any more.
-            with InFlight(store) as other:
-                assert other.claim([key_of("a")], 1) == [key_of("a")]
         assert caplog.text.count("task a: running for more than") == 1
 
 
@@ -152,7 +140,6 @@ def test_limits():
     limits = Limits(run_seconds=3.0, run_expected=10.0, build_seconds=7.0)
     assert limits.seconds("run", 500.0) == 8.0
     assert limits.seconds("build", 500.0) == 7.0
-    assert limits.seconds("wait", 500.0) is None
 
 
 PROGRAM = """

@@ -1,6 +1,7 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -10,7 +11,6 @@ import pytest
 
 from cfp.profiling import compile_pool, jobs
 from cfp.profiling.builder import Built
-from cfp.profiling.in_flight import InFlight
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.tasks import MeasureOptions, Progress, Task
@@ -180,7 +180,7 @@ def test_when_time_is_over_nothing_else_is_begun(compiled, store):
     assert {key_of(name).digest for name in "ab"} == found.records.keys()
     assert (found.measured, found.failed) == (2, 0)
     shop.ends()
-    # What was not measured is unclaimed: it can be measured at once.
+    # What was not measured can be measured at once.
     again = run_tasks(shop.tasks("abcdef"), store)
     assert shop.ran == [*"abcdef"] and again.cached == 2
 
@@ -211,21 +211,19 @@ def test_suspects_are_built_one_at_a_time(shop, store):
 
 
 def test_what_another_process_is_at_is_waited_for(shop, store):
-    # It has one task, and gives up another.
-    with InFlight(store) as other:
-        other.claim([key_of("a"), key_of("b")], 2)
-        events = []
+    events, other = [], ExitStack()
+    other.enter_context(store.alone(pytest.fail))
 
-        def tell(event: Progress) -> None:
-            events.append((event.phase, event.label))
-            if event.phase == "wait":
-                theirs = Built(key=key_of("a"), compiled=shop.compiled)
-                store.put(theirs.record("ok", samples_ms=[5.0]))
-                other.release(key_of("a"))
-                other.release(key_of("b"))
+    def tell(event: Progress) -> None:
+        events.append((event.phase, event.label))
+        if event.phase == "wait":
+            assert shop.ran == []
+            theirs = Built(key=key_of("a"), compiled=shop.compiled)
+            store.put(theirs.record("ok", samples_ms=[5.0]))
+            other.close()
 
-        summary = run_tasks(shop.tasks("abc"), store, progress=tell)
-    assert shop.ran == ["c", "b"]
+    summary = run_tasks(shop.tasks("abc"), store, progress=tell)
+    assert shop.ran == ["b", "c"]
     assert (summary.measured, summary.cached) == (2, 1)
     assert summary.records[key_of("a").digest].time_ms == 5.0
     assert events.count(("wait", "task a")) == 1

@@ -50,10 +50,6 @@ _AGAIN = "Then start all processes again: records are kept."
 _log = logging.getLogger(__name__)
 
 
-class LeaderFailed(Exception):
-    """A run that failed in the leader, which says so itself."""
-
-
 @dataclass(slots=True)
 class Coordination:
     """The messages of all processes in turn; one for each client of `jax.distributed`.
@@ -179,22 +175,15 @@ class Coordination:
             check_alike(every[0], other, process)
         self.hosts, self.least_bytes = hosts, min(sizes)
 
-    def pace(self, number: int) -> Callable[[float | None], float]:
-        """The leader's durations in a run: how often all execute follows from them.
-
-        A failure has none, and raises LeaderFailed in the followers.
-        """
+    def order(self, number: int) -> Callable[[int], None]:
+        """Says to the followers of a job how often to execute; 0 is the last."""
         steps = itertools.count()
+        return lambda times: self._put(f"{number}/order/{next(steps)}", times)
 
-        def agreed(duration: float | None) -> float:
-            place = f"{number}/pace/{next(steps)}"
-            if self.leads:
-                self._put(place, duration)
-            elif (duration := self._read(place, 0, "a duration")) is None:
-                raise LeaderFailed
-            return duration or 0.0
-
-        return agreed
+    def orders(self, number: int) -> Iterator[int]:
+        """The leader's orders within a job, in a follower."""
+        places = (f"{number}/order/{step}" for step in itertools.count())
+        return iter(lambda: self._read(next(places), 0, "an order"), 0)
 
     def check_others(self) -> None:
         """Checks that no other process has failed in this epoch.

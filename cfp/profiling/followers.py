@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,10 +15,11 @@ from cfp.errors import CfpError
 from cfp.profiling.builder import BuildEnvironment, Built, Job, PlainMesh, build_here
 from cfp.profiling.collectives import build_probe_here, probe_of
 from cfp.profiling.compile_pool import CompilePool, default_threads
-from cfp.profiling.coordination import Coordination, LeaderFailed
+from cfp.profiling.coordination import Coordination
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import compile_generators, execute_here, shortage
 from cfp.profiling.tasks import Task
+from cfp.profiling.timing import Run
 from cfp.program.graph import Program
 
 # Makes a program of the name of a variant, and of what of its state is in the host.
@@ -86,15 +86,18 @@ class Follower:
 
     def run(self, number: int, what: int, place: PlainMesh, *how: Any) -> str:
         """Runs the program of a job; answers with a failure's reason, or ""."""
-        built = self.built[what].result()
+        built, orders = self.built[what].result(), self.talk.orders(number)
         assert isinstance(built, Built), "the leader runs what all have built"
-        kinds, feedback, timing = how
-        pace, failure = self.talk.pace(number), ""
-        with contextlib.suppress(LeaderFailed):
-            record = execute_here(built, kinds, _mesh(place), feedback, timing, pace)
-            failure = "" if record.ok else record.reason
-        self.talk.answer(number, failure)
-        return failure
+        kinds, feedback = how
+
+        def run_all(run: Run) -> tuple[float]:
+            for times in orders:
+                run(times)
+            return (0.0,)  # The leader has the time.
+
+        record = execute_here(built, kinds, _mesh(place), feedback, run_all)
+        self.talk.answer(number, record.reason)
+        return record.reason
 
 
 def _mesh(place: PlainMesh) -> Mesh:

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ from cfp.profiling.inputs import (
     make_inputs,
 )
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.timing import ON_CPUS, TimingOptions, measure
+from cfp.profiling.timing import ON_CPUS, Run, TimingOptions, measure
 from cfp.program.graph import Program
 
 
@@ -125,15 +126,16 @@ def execute(
     timing = timing or timing_on(mesh)
     if reason := shortage(built, mesh):
         return built.record("out_of_memory", reason=reason)
+    how = kinds, mesh, feedback
     if (talk := leading(mesh)) is None:
-        return execute_here(built, kinds, mesh, feedback, timing)
+        return execute_here(built, *how, lambda run: measure(run, timing).samples_ms)
     assert built.shared is not None, "it was built in all processes"
-    what = plain_mesh(mesh), tuple(kinds), tuple(feedback), timing
+    what = plain_mesh(mesh), tuple(kinds), tuple(feedback)
     number = talk.say("run", built.shared.number, *what)
-    pace = talk.pace(number)
-    record = execute_here(built, kinds, mesh, feedback, timing, pace)
-    if not record.ok:
-        pace(None)
+    order = talk.order(number)
+    timed = partial(measure, options=timing, announce=order)
+    record = execute_here(built, *how, lambda run: timed(run).samples_ms)
+    order(0)
     talk.settle(number, "" if record.ok else record.reason)
     return record
 
@@ -143,15 +145,14 @@ def execute_here(
     kinds: Sequence[InputKind],
     mesh: Mesh,
     feedback: Sequence[tuple[int, int]],
-    timing: TimingOptions,
-    pace: Callable[[float], float] = float,
+    time_all: Callable[[Run], Sequence[float]],
 ) -> ProfileRecord:
-    """Does what `execute` does, in this process alone, by durations of `pace`."""
+    """Does what `execute` does, in this process alone: `time_all` makes the samples."""
     started = time.perf_counter()
     loop = _Loop(built.compiled, feedback, mesh)
     try:
         loop.inputs = make_inputs(kinds, mesh, [place for place, _ in feedback])
-        found = measure(loop, timing, agree=pace)
+        samples_ms = time_all(loop)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         return built.record(
             "out_of_memory" if is_out_of_memory(error) else "crashed",
@@ -162,7 +163,7 @@ def execute_here(
         loop.free()
     return built.record(
         "ok",
-        samples_ms=found.samples_ms,
+        samples_ms=samples_ms,
         run_seconds=time.perf_counter() - started,
     )
 

@@ -5,9 +5,7 @@ are done. A sample is the time of `run(n)` divided by n. A sample lasts some
 milliseconds, so that one launch and one wait weigh little.
 
 In a program of several processes all must execute equally often, or their collectives
-wait for each other for ever. Every decision follows from durations, and each duration
-passes through `agree`: a function that returns the same number in all processes makes
-all decide alike.
+wait for each other for ever: `announce` says to the others how often.
 """
 
 import math
@@ -126,7 +124,7 @@ def measure(
     options: TimingOptions,
     *,
     clock: Callable[[], float] = time.perf_counter,
-    agree: Callable[[float], float] = float,
+    announce: Callable[[int], object] = int,
 ) -> Timing:
     """Times a callable: warm up until steady, then sample until sure.
 
@@ -139,9 +137,9 @@ def measure(
     Args:
       run: `run(n)` executes n times and blocks until the devices are done.
       clock: seconds, monotonic.
-      agree: makes a duration the same in all processes of the program.
+      announce: called with n before each `run(n)`.
     """
-    subject = _Subject(run, options, clock, agree)
+    subject = _Subject(run, options, clock, announce)
     while not subject.calibrated or (
         subject.spent_seconds < options.budget_seconds / 2
         and (subject.spent_seconds < options.warmup_seconds or not subject.steady)
@@ -165,7 +163,7 @@ class _Subject:
     run: Run
     options: TimingOptions
     clock: Callable[[], float]
-    agree: Callable[[float], float] = float
+    announce: Callable[[int], object]
     repeat: int = 1
     sample_repeat: int = 1
     calibrated: bool = False
@@ -222,8 +220,9 @@ class _Subject:
         return min(max(repeat, self.repeat + 1), _LARGEST_REPEAT)
 
     def _time(self, repeat: int) -> float:
+        self.announce(repeat)
         start = self.clock()
         self.run(repeat)
-        seconds = self.agree(self.clock() - start)
+        seconds = self.clock() - start
         self.spent_seconds += seconds
         return seconds

@@ -457,7 +457,7 @@ def test_a_check_that_has_no_room_says_what_it_needs(monkeypatch, tmp_path):
 
     cases = {
         (Check, "step"): "no room for the check(.|\n)*RESOURCE_EXHAUSTED",
-        (trial, "_one_step"): "failed on the devices(.|\n)*memory budget",
+        (trial, "feed_back"): "failed on the devices(.|\n)*memory budget",
     }
     for (where, name), message in cases.items():
         with monkeypatch.context() as patched:

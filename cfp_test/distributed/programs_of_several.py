@@ -11,6 +11,7 @@ something else than the rest.
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -47,12 +48,12 @@ def break_planning(fault: str) -> None:
     """Has something go wrong in the middle of planning."""
     if fault in ("die-planning", "raise-planning"):
 
-        def pace(self: Coordination, number: int) -> float:
+        def orders(self: Coordination, number: int) -> Iterator[int]:
             if fault == "die-planning":
                 end()
             raise MemoryError("no room left in this process")
 
-        Coordination.pace = pace  # pyright: ignore
+        Coordination.orders = orders  # pyright: ignore
     if fault == "die-compiling":
         followers.build_here = lambda *_: end()
     if fault == "other-jax":

@@ -102,44 +102,39 @@ def test_all_agree_if_each_does(talks, ours, theirs):
 
 
 def run_of(talks, ours, theirs):
-    """Both run what fails so: their outcomes, the failures that the follower saw."""
+    """Both run what fails so: their outcomes, and what the follower ran."""
     leader, follower = talks
+    ran = []
 
     def lead():
         number = leader.say("run")
-        pace = leader.pace(number)
-        found = [] if ours else [pace(0.25), pace(0.5)]
-        if ours:
-            pace(None)
+        order = leader.order(number)
+        for times in () if ours else (3, 1):
+            order(times)
+        order(0)
         leader.settle(number, ours)
         leader.broadcast("the plan")
-        return found
 
     def run(number):
-        pace = follower.pace(number)
-        if not theirs:
-            try:
-                assert [pace(9.0), pace(9.0)] == [0.25, 0.5]
-            except coordination.LeaderFailed:
-                return follower.answer(number, "")
+        ran.extend(() if theirs else follower.orders(number))
         return follower.answer(number, theirs) or theirs
 
-    return both(lead, lambda: follower.follow({"run": run}, id))
+    return *both(lead, lambda: follower.follow({"run": run}, id)), ran
 
 
-def test_the_leader_sets_the_pace(talks):
-    assert run_of(talks, "", "") == [[0.25, 0.5], "the plan"]
+def test_the_leader_says_how_often_to_run(talks):
+    assert run_of(talks, "", "") == (None, "the plan", [3, 1])
     assert said(talks[0]) == []
 
 
 def test_a_run_that_failed_in_all_is_a_failure_like_any_other(talks):
-    assert run_of(talks, "no memory", "no room") == [[], "the plan"]
+    assert run_of(talks, "no memory", "no room") == (None, "the plan", [])
     assert said(talks[0]) == []
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("", "no room"), ("no memory", "")])
 def test_a_run_that_failed_in_one_process_ends_planning(talks, ours, theirs):
-    error, other = run_of(talks, ours, theirs)
+    error, other, _ = run_of(talks, ours, theirs)
     which = 1 if theirs else 0
     assert isinstance(error, ProcessError)
     assert f"failed in process {which}, and ran in the others" in str(error)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from cfp.profiling.builder import Built
 from cfp.profiling.compile_pool import CompilePool
 from cfp.profiling.in_flight import InFlight
-from cfp.profiling.record import ProfileRecord, is_to_retry
+from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import Place
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import MeasureOptions, Phase, Progress, Task
@@ -72,7 +72,6 @@ def run_jobs(
         by_key.setdefault(job.key.digest, job)
     with InFlight(store, options.limits, program) as in_flight:
         run = _Run(place, by_key, store, in_flight, options, is_late, open_links)
-        run.look_up()
         run.measure()
     return {key: run.records[key] for key in by_key if key in run.records}
 
@@ -139,32 +138,18 @@ class _Run:
     is_late: Callable[[], bool]
     open_links: Callable[[Any, Built], object] | None
     records: dict[str, ProfileRecord] = field(default_factory=dict)
-    to_retry: dict[str, ProfileRecord] = field(default_factory=dict)
     cached: int = 0
     failed: int = 0
     best_ms: float = math.inf
     started: float = field(default_factory=time.perf_counter)
 
-    def look_up(self) -> None:
-        """Answers what the store knows, but for failures that are tried again."""
-        known = self.store.get_many(self.jobs)
-        again = self.options.retry_failures
-        self.to_retry = {d: r for d, r in known.items() if is_to_retry(r, again)}
-        for digest, record in known.items():
-            if digest not in self.to_retry:
-                self._answer(record)
-        self.tell("", "look up")
-
-    def _answer(self, record: ProfileRecord) -> None:
-        self.records[record.key] = record
-        self.cached += 1
-        self.best_ms = min(self.best_ms, record.time_ms)
-
     def measure(self) -> None:
-        """Builds batches, and runs each before the next is built."""
-        waiting = [
-            job for digest, job in self.jobs.items() if digest not in self.records
-        ]
+        """Looks jobs up, then builds batches, and runs each before the next is built.
+
+        Meanwhile another process may measure some.
+        """
+        waiting = self._unknown([*self.jobs.values()])
+        self.tell("", "look up")
         size = _batch(self.place.threads, len(waiting))
         first = next(iter(waiting), None)
 
@@ -195,18 +180,14 @@ class _Run:
                     # No name here: what was built goes when its turn is over.
                     self._take_turn(job, built.pop(job.key.digest))
 
-    def _unknown(self, waiting: Sequence[Task]) -> list[Task]:
-        """Jobs without those that another process has measured meanwhile."""
-        known = self.store.get_many([job.key.digest for job in waiting])
-        left = list[Task]()
-        for job in waiting:
-            record = known.get(job.key.digest)
-            if record is None or record == self.to_retry.get(record.key):
-                left.append(job)
-            else:
-                self._answer(record)
-                self.tell(job.label, "done")
-        return left
+    def _unknown(self, jobs: Sequence[Task]) -> list[Task]:
+        """Answers what the store knows, but for failures that are tried again."""
+        known = self.store.get_many([job.key.digest for job in jobs])
+        found = {d: one for d, one in known.items() if not self.options.retries(one)}
+        self.records |= found
+        self.cached += len(found)
+        self.best_ms = min([self.best_ms, *(one.time_ms for one in found.values())])
+        return [job for job in jobs if job.key.digest not in found]
 
     def _build(self, job: Task, opens: bool) -> Outcome:
         """Builds a job in a thread, and opens links with it if it is the first."""

@@ -34,7 +34,7 @@ from cfp.profiling.compile_pool import default_threads
 from cfp.profiling.coordination import is_shared
 from cfp.profiling.in_flight import InFlight, settle
 from cfp.profiling.jobs import build_all, run_jobs
-from cfp.profiling.record import ProfileRecord, is_to_retry
+from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import place_of_parts
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import MeasureOptions
@@ -146,8 +146,8 @@ class Measurer:
     def look_up(self, jobs: Iterable[Job]) -> dict[str, ProfileRecord]:
         """Records of the store, by key, but for failures that are tried again."""
         known = self.store.get_many({job.key.digest for job in jobs})
-        again = self.options.retry_failures if self.measure else False
-        found = {d: one for d, one in known.items() if not is_to_retry(one, again)}
+        retries = self.options.retries if self.measure else lambda _: False
+        found = {d: one for d, one in known.items() if not retries(one)}
         self.known |= found.keys() - self._measured
         return found
 

@@ -158,10 +158,3 @@ class ProfileRecord(CompiledBytes):
 @cache
 def _reader() -> TypeAdapter[ProfileRecord]:
     return TypeAdapter(ProfileRecord)
-
-
-def is_to_retry(record: ProfileRecord, retry_failures: bool | datetime) -> bool:
-    """Returns True if a stored record failed, or failed before a moment."""
-    if record.ok or not isinstance(retry_failures, datetime):
-        return not record.ok and bool(retry_failures)
-    return datetime.fromisoformat(record.created) < retry_failures

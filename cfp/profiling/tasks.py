@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Literal
 
 from cfp.profiling.in_flight import Limits
 from cfp.profiling.key import ProfileKey
+from cfp.profiling.record import ProfileRecord
 
 Phase = Literal["look up", "build", "run", "wait", "done"]
 
@@ -71,14 +72,23 @@ class MeasureOptions:
     """Options of builds and timings.
 
     Attributes:
-        retry_failures: whether what failed before is tried again, or what failed before
-            a moment: a process that was started again keeps to the first start's.
+        retry_failures: whether what failed before now is tried again, or what failed
+            before a moment: a process that was started again keeps to the first's.
         progress: called with what is being done.
+        began: now.
     """
 
     retry_failures: bool | datetime = False
     limits: Limits = field(default_factory=Limits)
     progress: Callable[[Progress | str], None] | None = None
+    began: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    def retries(self, record: ProfileRecord) -> bool:
+        """True if a record is of a failure that is tried again."""
+        again = self.retry_failures
+        moment = again if isinstance(again, datetime) else self.began
+        is_before = datetime.fromisoformat(record.created) < moment
+        return not record.ok and bool(again) and is_before
 
     def tell(self, event: Progress | str) -> None:
         """Passes an event on."""

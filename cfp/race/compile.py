@@ -16,7 +16,7 @@ from cfp.profiling.builder import BuildEnvironment, Built, Job, build
 from cfp.profiling.compile_pool import default_threads
 from cfp.profiling.in_flight import InFlight, settle
 from cfp.profiling.jobs import build_all
-from cfp.profiling.record import CompiledBytes, ProfileRecord, is_to_retry
+from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import MeasureOptions
 from cfp.program.graph import Program
@@ -198,7 +198,7 @@ def known_records(
     return {
         digest: record
         for digest, record in builder.store.get_many(digests).items()
-        if not is_to_retry(record, builder.options.retry_failures)
+        if not builder.options.retries(record)
         # Something was refused for its size alone, and the budget has grown.
         and not (is_compiled_too_large(record) and fits(record, builder.budget_bytes))
     }

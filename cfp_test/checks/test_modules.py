@@ -63,13 +63,11 @@ def test_steps_are_checked(name, donate, leaves, tmp_path, monkeypatch):
     how, told = {"steps": 2, "check": True}, []
     calls: list[tuple[list, list]] = []
 
-    def one_step(compiled, args, run=trial_module._one_step):
-        passed = jax.tree.leaves(args)
-        result, time_ms = run(compiled, args)
-        calls.append((passed, jax.tree.leaves(result)))
-        return result, time_ms
+    def feed_back(args, result, feedback, usual=trial_module.feed_back):
+        calls.append((jax.tree.leaves(args), jax.tree.leaves(result)))
+        usual(args, result, feedback)
 
-    monkeypatch.setattr(trial_module, "_one_step", one_step)
+    monkeypatch.setattr(trial_module, "feed_back", feed_back)
     trial = trial_of(name, tmp_path, donate=donate, progress=told.append, **how)
     assert trial.failures == []
     # They are timed as without a check: one takes the very arrays of the one before.

@@ -63,7 +63,7 @@ def complete_plan(
         if profiles
         else kernels_not_timed(outcome, context.budget_bytes),
         outcome.raced,
-        dimensions=rules.dimensions,
+        dimensions=context.settings.dimensions,
     )
     late = profiles is None or UNMEASURED_STRATEGIES in profiles.counts
     if late and made.figures is not None:

@@ -397,7 +397,6 @@ def _rules(
         first_options=usual.first_options if options is None and usual_options else {},
         replacing=replace(usual.replacing, **asked),
         replacing_for_memory=replace(usual.replacing_for_memory, **asked),
-        dimensions=settings.dimensions,
     )
 
 

@@ -166,7 +166,6 @@ class PlatformDefaults:
         first_options: what all race with where no budget was asked for, by name.
         replacing: kernels that may compute attentions.
         replacing_for_memory: the same where memory decides.
-        dimensions: what is chosen among; of all else the plan has what is usual.
     """
 
     estimates: bool = False
@@ -183,7 +182,6 @@ class PlatformDefaults:
     first_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     replacing: Replacing = Replacing()
     replacing_for_memory: Replacing = _CHUNKED
-    dimensions: frozenset[Dimension] = ALL_DIMENSIONS
 
 
 # On 2 H200 predictions were off by 8 % at most, and with arguments alone constrained,

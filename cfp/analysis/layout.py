@@ -3,7 +3,7 @@
 A :class:`Choice` holds one strategy per block and one storage mode per storage
 group. :class:`Layout` turns it into constraints for the compiler: how each value is
 sharded when it is made, and how each op wants to read it. Where the two differ,
-there is a resharding. FLOPs are counted from contractions.
+there is a resharding.
 """
 
 from __future__ import annotations
@@ -13,12 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cfp.analysis.blocks import Block
-from cfp.analysis.contractions import (
-    DimClasses,
-    form_of,
-    is_contraction,
-    model_flops,
-)
+from cfp.analysis.contractions import DimClasses, form_of
 from cfp.analysis.flow import passes
 from cfp.analysis.numbering import squeeze
 from cfp.analysis.storage import Storage, StorageGroup, even_spec, extend_spec
@@ -34,7 +29,7 @@ from cfp.analysis.strategies import (
 )
 from cfp.fields import Name
 from cfp.program.constrain import Constraints
-from cfp.program.graph import Op, Program, call_flops, searched_once
+from cfp.program.graph import Op, Program, searched_once
 
 QuerySpread = Literal["", "ring", "zigzag"]
 
@@ -510,28 +505,3 @@ def _axes_of(
         )
         found.append(split_axes(rule, frame.mesh, splits))
     return found
-
-
-def program_flops(program: Program) -> int:
-    """Counts floating-point operations of one step: two for each multiply-add.
-
-    Contractions count, as often as their loops run; elementwise ops and reductions do
-    not. An unsharded custom_partitioning op counts, too. Of ragged products those of
-    each row's own group count.
-    """
-    every = (op for op in program.ops if is_contraction(op) or call_flops(op))
-    return sum(model_flops(program, op) for op in every)
-
-
-def rematerialized_flops(program: Program, blocks: Sequence[Block]) -> int:
-    """Counts the part of `program_flops` that the step itself rematerializes.
-
-    ``jax.checkpoint`` counts; rematerialization by a plan is no part of the program.
-    """
-    again = [
-        program.ops[member.op]
-        for block in blocks
-        for member in block.members[1:]  # The first is the anchor.
-        if not member.derived
-    ]
-    return sum(model_flops(program, op) for op in again if is_contraction(op))

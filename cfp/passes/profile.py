@@ -90,10 +90,10 @@ def profile_segments(
     """
     settings, rules = context.settings, context.rules
     estimates, among = estimate_among(
-        analysis, rates, named_choices(analysis.frame), rules.dimensions
+        analysis, rates, named_choices(analysis.frame), settings.dimensions
     )
     every = leading_presets(analysis, estimates, among)
-    costs = Costs(analysis, rates, Dimension.REMAT in rules.dimensions)
+    costs = Costs(analysis, rates, Dimension.REMAT in settings.dimensions)
     memory = context.memory
     if memory is not None:
         needs = {name: costs.least_peak_bytes(c) for name, c in every.items()}
@@ -217,10 +217,10 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
         rates = measured_rates(context)
     rules = context.rules
     estimates, among = estimate_among(
-        analysis, rates, named_choices(analysis.frame), rules.dimensions
+        analysis, rates, named_choices(analysis.frame), context.settings.dimensions
     )
     named = leading_presets(analysis, estimates, among)
-    may = Dimension.REMAT in rules.dimensions
+    may = Dimension.REMAT in context.settings.dimensions
     costs = Costs(analysis, rates, may, measured=False)
 
     def options_of(replacing: Replacing) -> Profiles:

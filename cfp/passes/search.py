@@ -176,7 +176,7 @@ def search_as_compiled(
     problem, rates = solution.problem, solution.rates
     if problem is None or rates is None:
         return None
-    may = Dimension.REMAT in context.rules.dimensions
+    may = Dimension.REMAT in context.settings.dimensions
     costs = Costs(analysis, rates, may, measured=not context.rules.estimates)
     estimates = estimate_kinds(analysis, rates)
     options = []

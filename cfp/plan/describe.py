@@ -12,11 +12,11 @@ from pathlib import Path
 from cfp.analysis.analyze import Analysis, update_blocks
 from cfp.analysis.contractions import DimClasses, is_contraction, is_product
 from cfp.analysis.flow import passes
-from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out, program_flops
+from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out
 from cfp.analysis.segments import Segment, group_readers
 from cfp.analysis.storage import even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
-from cfp.analysis.work import long_branches, uncounted_loops
+from cfp.analysis.work import long_branches, program_flops, uncounted_loops
 from cfp.cost.costs import segment_candidate
 from cfp.cost.terms import transition
 from cfp.plan.parts import (

@@ -10,9 +10,9 @@ from rich.console import RenderableType
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.dump import opaque_lines, segment_records
-from cfp.analysis.layout import program_flops
 from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import Strategy, block_strategies
+from cfp.analysis.work import program_flops
 from cfp.plan.describe import op_text
 from cfp.printable import counted, format_bytes, format_flops
 from cfp.profiling.rates import Rates, sent_share

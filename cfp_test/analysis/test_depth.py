@@ -9,8 +9,9 @@ import pytest
 
 import cfp
 from cfp.analysis.analyze import analyze
-from cfp.analysis.layout import constraints, lay_out, program_flops
+from cfp.analysis.layout import constraints, lay_out
 from cfp.analysis.segments import _Cutter
+from cfp.analysis.work import program_flops
 from cfp.presets.presets import named_choices
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace

@@ -10,15 +10,10 @@ from jax import lax
 import cfp
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.dump import opaque_ops
-from cfp.analysis.layout import (
-    Choice,
-    Storage,
-    program_flops,
-    rematerialized_flops,
-)
+from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.numbering import number_values
 from cfp.analysis.strategies import AxisChoice, block_strategies
-from cfp.analysis.work import model_work
+from cfp.analysis.work import model_work, program_flops, rematerialized_flops
 from cfp.program.constrain import propagate
 from cfp.program.graph import op_flops
 from cfp.program.step import flatten_step

@@ -15,7 +15,8 @@ from cfp.analysis.dump import (
     plan_numbers,
     strategy_map,
 )
-from cfp.analysis.layout import lay_out, program_flops, rematerialized_flops
+from cfp.analysis.layout import lay_out
+from cfp.analysis.work import program_flops, rematerialized_flops
 from cfp.errors import CfpError
 from cfp.presets.presets import presets
 from cfp.program.step import flatten_step

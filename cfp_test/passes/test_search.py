@@ -116,12 +116,12 @@ def test_a_search_as_compiled_finds_the_fastest_that_fits_then(
             one.candidate.key: needed(one.candidate) for one in programs
         },
     )
-    rules = SimpleNamespace(
-        dimensions=ALL_DIMENSIONS,
-        estimates=False,
-        levels=(ConstraintLevel.EVERYTHING,),
+    context: Any = SimpleNamespace(
+        settings=SimpleNamespace(dimensions=ALL_DIMENSIONS),
+        rules=SimpleNamespace(estimates=False, levels=(ConstraintLevel.EVERYTHING,)),
+        environment=(),
+        usual_temp_share=1.0,
     )
-    context: Any = SimpleNamespace(rules=rules, environment=(), usual_temp_share=1.0)
     again = search_as_compiled(context, analysis, solution)
     assert again is not None and again.problem is not None
     new = again.candidates[0]

@@ -22,8 +22,9 @@ from cfp.analysis.dump import (
     strategy_map,
     write_files,
 )
-from cfp.analysis.layout import Layout, lay_out, program_flops
+from cfp.analysis.layout import Layout, lay_out
 from cfp.analysis.strategies import block_strategies
+from cfp.analysis.work import program_flops
 from cfp.cli import options
 from cfp.cli.planning import search_stored
 from cfp.cli.session import Session, analyse, dump_session

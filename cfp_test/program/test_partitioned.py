@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import cfp
 from cfp.analysis.analyze import analyze
-from cfp.analysis.layout import program_flops
+from cfp.analysis.work import program_flops
 from cfp.context import DetailedSettings
 from cfp.errors import StepNotTraceable
 from cfp.plan.parts import NOT_CHOSEN

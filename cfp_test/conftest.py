@@ -167,7 +167,7 @@ def analyzed_once():
     tracing or analysing goes by.
     """
     from cfp.passes import analyze
-    from cfp.program.step import given_bytes
+    from cfp.program.calling import given_bytes
 
     analyze_anew, known = analyze.analyze_step, []
 

@@ -23,9 +23,11 @@ from collections.abc import (
     Sequence,
 )
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -311,13 +313,7 @@ def lost_changes_text(name: str, lost: Sequence[str]) -> str:
         "        ...  # as before\n"
         f"        return {given}, loss\n"
         f"    {given}, loss = step({given}, ...)\n"
-        "Or pass the arrays alone, put modules together inside, and return the new "
-        "arrays:\n"
-        f"    graph, state = split(({given}{',' if len(roots) == 1 else ''}))\n"
-        f"    def {name}(state, ...):\n"
-        f"        {given}{',' if len(roots) == 1 else ''} = merge(graph, state)\n"
-        "        ...  # as before\n"
-        f"        return split(({given}{',' if len(roots) == 1 else ''}))[1], loss\n"
+        "Or pass their arrays alone, and put the modules together inside: "
         "(docs/frameworks.md, 'Modules that are updated in place')"
     )
 
@@ -375,6 +371,34 @@ def first_named(names: Sequence[str], most: int) -> str:
     """The first few of some names, and how many more there are."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+# A mask is a constant of the program that makes it: of this many elements at most.
+MOST_ELEMENTS = 1 << 16
+
+
+def may_be_given(leaf: Any) -> bool:
+    """True if an argument's value is kept: a scalar, or a few booleans."""
+    if isinstance(leaf, jax.ShapeDtypeStruct | Tracer):
+        return False
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        return isinstance(leaf, bool | int | float | complex)
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    shape = tuple(np.shape(leaf))
+    return not shape or (bool(dtype == np.bool_) and prod(shape) <= MOST_ELEMENTS)
+
+
+def given_bytes(leaf: Any, dtype: Any) -> bytes:
+    """Returns an argument's value in a type; empty if it cannot be read."""
+    if leaf is None:
+        return b""
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted() or not leaf.is_fully_addressable:
+            return b""
+        leaf = jax.device_get(leaf)
+    return np.asarray(leaf, dtype).tobytes()
 
 
 # Containers of plain Python. What stands in them is what jax.jit says it is.

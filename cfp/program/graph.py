@@ -330,6 +330,21 @@ class Program:
 
         return {*reached(start, further)}
 
+    def decides(self, value: int) -> bool:
+        """True if a branch or a loop's end depends on an argument, by scalars alone."""
+
+        def further(v: int) -> list[int]:
+            users = () if self.shape(v) else self.users[v]
+            return [result for user, _ in users for result in self.ops[user].results]
+
+        return any(
+            self.ops[user].kind == "while"
+            or (self.ops[user].kind in ("if", "case") and index == 0)
+            for v in reached([value], further)
+            if not self.shape(v)
+            for user, index in self.users[v]
+        )
+
     def is_top_level(self, op: int) -> bool:
         """True if an op stands in no loop or branch, but for opened ones."""
         parent = self.ops[op].parent

@@ -43,14 +43,6 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
         yield eqn
 
 
-def with_equations(jaxpr: Jaxpr, change: Callable[[JaxprEqn], JaxprEqn]) -> Jaxpr:
-    """A program with its equations changed; itself if none is."""
-    eqns = [change(eqn) for eqn in jaxpr.eqns]
-    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
-        return jaxpr
-    return jaxpr.replace(eqns=eqns)
-
-
 def with_inner(eqn: JaxprEqn, change: ChangeProgram) -> JaxprEqn:
     """An equation with the programs inside of it changed; itself if none is."""
     params = {name: _changed(eqn.params[name], change) for name in sorted(eqn.params)}
@@ -63,6 +55,23 @@ def closed_with(closed: ClosedJaxpr, change: ChangeProgram) -> ClosedJaxpr:
     """A closed program with another one in it; itself if that is the same."""
     found = change(closed.jaxpr)
     return closed if found is closed.jaxpr else closed.replace(jaxpr=found)
+
+
+def with_equations(
+    closed: ClosedJaxpr, change: Callable[[JaxprEqn], JaxprEqn]
+) -> ClosedJaxpr:
+    """A program with equations changed, or else those inside; itself if none is."""
+
+    def changed(jaxpr: Jaxpr) -> Jaxpr:
+        eqns = []
+        for eqn in jaxpr.eqns:
+            new = change(eqn)
+            eqns.append(with_inner(eqn, changed) if new is eqn else new)
+        if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+            return jaxpr
+        return jaxpr.replace(eqns=eqns)
+
+    return closed_with(closed, changed)
 
 
 def do_the_same(one: Jaxpr, other: Jaxpr) -> bool:
@@ -139,17 +148,12 @@ def deferred(closed: ClosedJaxpr) -> ClosedJaxpr:
     JAX refuses to lower custom_partitioning ops, what becomes one, and functions of the
     host for a mesh without devices. Here they are lowered without.
     """
-    return closed_with(closed, _deferred)
+    return with_equations(closed, _deferred)
 
 
-def _deferred(jaxpr: Jaxpr) -> Jaxpr:
-    return with_equations(jaxpr, _deferred_eqn)
-
-
-def _deferred_eqn(eqn: JaxprEqn) -> JaxprEqn:
-    if eqn.primitive not in prim_requires_devices_during_lowering:
-        return with_inner(eqn, _deferred)
-    if eqn.primitive.name == _OF_SHARDINGS:
+def _deferred(eqn: JaxprEqn) -> JaxprEqn:
+    is_plain = eqn.primitive not in prim_requires_devices_during_lowering
+    if is_plain or eqn.primitive.name == _OF_SHARDINGS:
         return eqn
     return eqn.replace(primitive=_deferred_p, params={"op": _Op(eqn)})
 

@@ -1,23 +1,32 @@
-"""JAX's configuration, as far as it may change a step's program.
+"""JAX's configuration, and what else it keeps for a process without public names.
 
 A function of the same arguments is another program inside ``jax.enable_x64(True)`` or
 ``jax.default_matmul_precision("highest")``. ``jax.jit`` traces again there, and
 `cfp.parallelize` does the same. ``jax.jit`` compares a tuple that JAX keeps for each
 thread. No public function returns that tuple, and reading each setting by its public
 name takes a thousand times as long (0.17 ms, against 0.0001).
+
+cuDNN's attention is traced on machines without cuDNN, too:
+`jax.nn.dot_product_attention(implementation="cudnn")` reads the version of cuDNN and
+the GPU while it is traced. A plan for described GPUs needs neither.
+
+`jax.distributed` has keys and values that all processes of a program see, beside their
+devices. Every wait has a deadline here; a collective waits for its devices for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import distributed
 from jax._src.config import trace_context
+from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from cfp.errors import CfpError
 
@@ -38,11 +47,12 @@ _ALSO = {
     "jax_pgle_profiling_runs": "3",
     "jax_xla_profile_version": "0",
 }
+_others = attrgetter(*(name for name in _ALSO if hasattr(jax.config, name)))
 
 
 def trace_context_key() -> Hashable:
     """Returns the key of this thread's JAX configuration at this moment."""
-    return trace_context(), _others()(jax.config)
+    return trace_context(), _others(jax.config)
 
 
 def compiler_settings() -> tuple[tuple[str, str], ...]:
@@ -119,7 +129,88 @@ def check_settings() -> None:
         )
 
 
-@lru_cache(maxsize=1)
-def _others() -> Callable[[Any], Any]:
-    """Reads the other settings, those that this version of JAX has."""
-    return attrgetter(*(name for name in _ALSO if hasattr(jax.config, name)))
+# ------------------------------------------------------- cuDNN that is not here
+
+# That JAX's newest release asks for, and the oldest GPUs that have all layouts.
+_VERSION = 91300
+_CAPABILITY = (9, 0)
+_ANSWERS = {
+    "check_cudnn_version": lambda: _VERSION,
+    "check_compute_capability": lambda least: _numbers(least) <= _CAPABILITY,
+    "is_cuda_compute_capability_equal": lambda one: _numbers(one) == _CAPABILITY,
+}
+
+
+def _numbers(capability: str) -> tuple[int, ...]:
+    return tuple(map(int, capability.split(".")))
+
+
+@contextlib.contextmanager
+def cudnn_expected() -> Iterator[None]:
+    """Makes JAX trace its attention as for Hopper GPUs, if there is no GPU.
+
+    Lowering for CPU devices then fails for want of such an op.
+    """
+    is_here = jax.default_backend() == "gpu"
+    own = {name: getattr(fused, name) for name in _ANSWERS}
+    try:
+        for name, answer in ({} if is_here else _ANSWERS).items():
+            setattr(fused, name, answer)
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(fused, name, function)
+
+
+# ------------------------------------------------- messages between processes
+
+_LATE = "DEADLINE_EXCEEDED"
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """Key-value messages between the processes of a program.
+
+    Attributes:
+        coordinator: HOST:PORT of process 0, or "" if it is not known.
+    """
+
+    process: int
+    count: int
+    coordinator: str
+    _client: Any
+
+    def put(self, key: str, text: str) -> None:
+        """Stores a value; an earlier value of the key is replaced."""
+        self._client.key_value_set(key, text, allow_overwrite=True)
+
+    def get(self, key: str, seconds: float) -> str | None:
+        """Waits for the value of a key; None if that takes longer.
+
+        Raises:
+            jax.errors.JaxRuntimeError: the coordinator cannot be reached.
+        """
+        try:
+            return self._client.blocking_key_value_get(key, int(seconds * 1000))
+        except jax.errors.JaxRuntimeError as error:
+            if _LATE not in str(error):
+                raise
+            return None
+
+    def below(self, folder: str) -> Mapping[str, str]:
+        """Returns all values so far under keys in a folder."""
+        found = self._client.key_value_dir_get(f"{folder}/")
+        return {key.removeprefix(f"{folder}/"): text for key, text in found}
+
+    def forget(self, folder: str) -> None:
+        """Removes all keys that begin with a folder's name."""
+        self._client.key_value_delete(f"{folder}/")
+
+
+def open_channel() -> Channel | None:
+    """The channel of this program; None where it has one process."""
+    state = distributed.global_state
+    if state.client is None or state.num_processes < 2:
+        return None
+    address = state.coordinator_address or ""
+    return Channel(state.process_id, state.num_processes, address, state.client)

@@ -1,10 +1,5 @@
 """A call of a step function, as flat arrays and everything else.
 
-cuDNN's attention is traced on machines without cuDNN, too:
-`jax.nn.dot_product_attention(implementation="cudnn")` reads the version of cuDNN and
-the
-GPU while it is traced. A plan for described GPUs needs neither.
-
 A step may branch on predicates and scalars of example arguments. Measuring uses the
 scalars of a step's arguments, and masks up to a size. All other values are random
 (:mod:`cfp.profiling.inputs`).
@@ -22,18 +17,14 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
-from math import prod
 from types import NoneType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.cudnn import fused_attention_stablehlo as fused
-from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import (
     tree_flatten,
@@ -52,12 +43,12 @@ from cfp.program.calling import (
     chosen,
     dynamic_part,
     fixed,
+    may_be_given,
     parameter_names,
     released,
 )
-from cfp.program.graph import Program
 from cfp.program.jaxprs import do_the_same
-from cfp.program.meaning import check_settings
+from cfp.program.meaning import check_settings, cudnn_expected
 from cfp.program.memory import (
     HOST,
     explicit_sharding,
@@ -68,92 +59,6 @@ from cfp.program.memory import (
     with_leaves_in,
 )
 from cfp.program.partitioned import traced_with_callbacks
-
-# That JAX's newest release asks for, and the oldest GPUs that have all layouts.
-_VERSION = 91300
-_CAPABILITY = (9, 0)
-_ANSWERS = {
-    "check_cudnn_version": lambda: _VERSION,
-    "check_compute_capability": lambda least: _numbers(least) <= _CAPABILITY,
-    "is_cuda_compute_capability_equal": lambda one: _numbers(one) == _CAPABILITY,
-}
-
-
-def _numbers(capability: str) -> tuple[int, ...]:
-    return tuple(map(int, capability.split(".")))
-
-
-def _is_here() -> bool:
-    try:
-        fused.check_cudnn_version()
-    except RuntimeError:
-        return False
-    return jax.default_backend() == "gpu"
-
-
-@contextmanager
-def cudnn_expected() -> Iterator[None]:
-    """Makes JAX trace its attention as for Hopper GPUs, if cuDNN is missing.
-
-    Lowering for CPU devices then fails for want of such an op.
-    """
-    if _is_here():
-        yield
-        return
-    own = {name: getattr(fused, name) for name in _ANSWERS}
-    try:
-        for name, answer in _ANSWERS.items():
-            setattr(fused, name, answer)
-        yield
-    finally:
-        for name, function in own.items():
-            setattr(fused, name, function)
-
-
-# A mask is a constant of the program that makes it: of this many elements at most.
-MOST_ELEMENTS = 1 << 16
-_DECIDES = ("if", "case", "while")
-
-
-def may_be_given(leaf: Any) -> bool:
-    """True if an argument's value is kept: a scalar, or a few booleans."""
-    if isinstance(leaf, jax.ShapeDtypeStruct | Tracer):
-        return False
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None:
-        return isinstance(leaf, bool | int | float | complex)
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return False
-    shape = tuple(np.shape(leaf))
-    return not shape or (bool(dtype == np.bool_) and prod(shape) <= MOST_ELEMENTS)
-
-
-def given_bytes(leaf: Any, dtype: Any) -> bytes:
-    """Returns an argument's value in a type; empty if it cannot be read."""
-    if leaf is None:
-        return b""
-    if isinstance(leaf, jax.Array):
-        if leaf.is_deleted() or not leaf.is_fully_addressable:
-            return b""
-        leaf = jax.device_get(leaf)
-    return np.asarray(leaf, dtype).tobytes()
-
-
-def deciding(program: Program, value: int) -> bool:
-    """True if a branch or a loop's end depends on an argument, by scalars alone."""
-    stack, seen = [value], set()
-    while stack:
-        v = stack.pop()
-        if v in seen or program.shape(v):
-            continue
-        seen.add(v)
-        for user, index in program.users[v]:
-            op = program.ops[user]
-            if op.kind in _DECIDES and (op.kind == "while" or index == 0):
-                return True
-            stack.extend(op.results)
-    return False
-
 
 # Kinds of NumPy's dtypes that hold objects, text and dates.
 _NO_NUMBERS = "OSUMm"

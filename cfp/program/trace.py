@@ -24,7 +24,7 @@ import numpy as np
 from jax._src.config import jax_ragged_dot_use_ragged_dot_instruction
 from jax._src.export import _export
 from jax.export import DisabledSafetyCheck
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.extend.mlir import ir
 from jax.sharding import (
     AbstractMesh,
@@ -36,15 +36,16 @@ from jax.tree_util import tree_flatten_with_path, tree_structure, tree_unflatten
 
 from cfp.errors import CfpError, StepNotTraceable
 from cfp.program import shardy
+from cfp.program.calling import given_bytes
 from cfp.program.fp8 import use_precision
 from cfp.program.graph import Program, Rewritten
-from cfp.program.jaxprs import closed_with, deferred, with_equations, with_inner
+from cfp.program.jaxprs import deferred, with_equations
 from cfp.program.meaning import check_settings
 from cfp.program.memory import auto_mesh, in_memory, on_auto_mesh, placed_avals
 from cfp.program.partitioned import lowering_parameters
 from cfp.program.read import read_program
 from cfp.program.scatters import rewrite_scatters
-from cfp.program.step import FlatStep, given_bytes
+from cfp.program.step import FlatStep
 
 
 def check_mesh(mesh: Mesh) -> None:
@@ -166,18 +167,14 @@ class Alarm:
 def guarded(closed: ClosedJaxpr, alarm: Alarm) -> ClosedJaxpr:
     """A traced step whose functions of the host raise nothing into the devices."""
 
-    def guard(jaxpr: Jaxpr) -> Jaxpr:
-        return with_equations(jaxpr, guard_equation)
-
-    def guard_equation(eqn: JaxprEqn) -> JaxprEqn:
-        eqn = with_inner(eqn, guard)
+    def guard(eqn: JaxprEqn) -> JaxprEqn:
         called = eqn.params.get(_NAME)
         if not (eqn.primitive.name.endswith(_NAME) and callable(called)):
             return eqn
         calls = alarm.guard(called, eqn.params.get(_RESULTS, ()))
         return eqn.replace(params={**eqn.params, _NAME: calls})
 
-    return closed_with(closed, guard)
+    return with_equations(closed, guard)
 
 
 # ----------------------------------------------------------------------------- lowering

@@ -29,7 +29,6 @@ from cfp.program.constrain import Constraints
 from cfp.program.part import Part, cut_part, numbered, whole
 from cfp.program.rematerialize import VERSION, rematerializable
 from cfp.program.replace import Replacement
-from cfp.program.step import deciding
 from cfp.settings import ConstraintLevel
 
 
@@ -235,7 +234,7 @@ def _job(
     decided = [
         (numbers.values[v], given[v].hex())
         for v in part.inputs
-        if given.get(v) and deciding(program, v)
+        if given.get(v) and program.decides(v)
     ]
     key = (
         ("ops", numbers.digest),

@@ -19,9 +19,12 @@ MLIR = re.compile(r"jax\.extend\.mlir|jaxlib|jax\._src|\._lowering")
 # Every use of what is not public. Each can break with a release of JAX: add one only if
 # there is no public way, and say in the code what it is for.
 NON_PUBLIC = {
-    "program/channel.py": {"jax._src.distributed"},
     "program/jaxprs.py": {"jax._src.dispatch.prim_requires_devices_during_lowering"},
-    "program/meaning.py": {"jax._src.config.trace_context"},
+    "program/meaning.py": {
+        "jax._src.config.trace_context",
+        "jax._src.cudnn.fused_attention_stablehlo",
+        "jax._src.distributed",
+    },
     "program/partitioned.py": {
         "jax._src.callback",
         "jax._src.config.use_shardy_partitioner",
@@ -31,7 +34,6 @@ NON_PUBLIC = {
         "._ShardingCallbackInfo",
         "._sharding_callbacks",
     },
-    "program/step.py": {"jax._src.cudnn.fused_attention_stablehlo"},
     "program/trace.py": {
         "jax._src.config.jax_ragged_dot_use_ragged_dot_instruction",
         "jax._src.export._export",

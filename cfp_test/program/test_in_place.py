@@ -53,7 +53,7 @@ def test_what_is_learnt_must_be_returned(wrap):
     assert "'update' changes net/" in message
     assert "in place, and does not return" in message
     assert "return net, optimizer, loss" in message
-    assert "net, optimizer = merge(graph, state)" in message
+    assert "put the modules together inside" in message
     assert "docs/frameworks.md" in message
 
 

@@ -135,61 +135,52 @@ class _Rematerializer:
         self.readers = [ops[i] for i in wanted.backward if ops[i] in place]
 
     def run(self) -> dict[int, ir.Operation]:
-        uses = [
-            (reader, index, operand)
-            for reader in self.readers
-            for index, operand in enumerate(reader.operands)
-            if self._number(operand) is not None or _is_gathered(operand)
-        ]
+        reads = [v for reader in self.readers for v in reader.operands]
+        clones = self._needed(filter(self._is_cloned, reads))
+        if not clones:
+            return {}
         found: dict[int, ir.Operation] = {}
-        if not uses:
-            return found
-        clones = self._needed([operand for _, _, operand in uses])
         made: set[ir.Value] = {result for op in clones for result in op.results}
-        outside: dict[ir.Value, None] = {}
-        for op in clones:
-            for operand in op.operands:
-                if operand not in made and owner_of(operand) not in self.fixed:
-                    outside[operand] = None
-        first = self.readers[0]
+        outside = {
+            operand: None
+            for op in clones
+            for operand in op.operands
+            if operand not in made and owner_of(operand) not in self.fixed
+        }
         signals = self._signals(made)
         entering = list(outside | signals)
-        with ir.InsertionPoint(first):
+        with ir.InsertionPoint(self.readers[0]):
             behind = make_barrier(entering).results if entering else ()
             mapping: dict[ir.Value, ir.Value] = dict(zip(entering, behind, strict=True))
             for op in clones:
                 clone = clone_with(op, mapping)
                 if op in self.number:
                     found[self.number[op]] = clone
-            for reader in self.readers:
-                for index, operand in enumerate(reader.operands):
-                    if operand in signals:
-                        reader.operands[index] = mapping[operand]
-        for reader, index, operand in uses:
-            reader.operands[index] = mapping[operand]
+        for reader in self.readers:
+            for index, operand in enumerate(reader.operands):
+                if operand in signals or operand in made:
+                    reader.operands[index] = mapping[operand]
         return found
 
-    def _number(self, value: ir.Value) -> int | None:
-        """The forward op that a value comes from, seen through constraints."""
-        owner = owner_of(value)
-        while owner is not None and owner.name == _CONSTRAINT:
-            owner = owner_of(owner.operands[0])
-        return self.number.get(owner) if owner is not None else None
+    def _is_cloned(self, value: ir.Value) -> bool:
+        """True for what a forward op makes, and for a gathered argument.
 
-    def _needed(self, values: list[ir.Value]) -> list[ir.Operation]:
+        That is one in another sharding than it is stored in.
+        """
+        owner = maker = owner_of(value)
+        while maker is not None and maker.name == _CONSTRAINT:
+            maker = owner_of(maker.operands[0])
+        return owner is not None if maker is None else maker in self.number
+
+    def _needed(self, values: Iterable[ir.Value]) -> list[ir.Operation]:
         """The ops that some values take, in the order in which they stand."""
-        found: set[ir.Operation] = set()
-        stack = list(values)
-        while stack:
-            value = stack.pop()
+
+        def further(value: ir.Value) -> Iterable[ir.Value]:
             owner = owner_of(value)
-            if owner is None or owner in found:
-                continue
-            if self._number(value) is None and not _is_gathered(value):
-                continue
-            found.add(owner)
-            stack.extend(owner.operands)
-        return sorted(found, key=lambda op: self.place[op])
+            return filter(self._is_cloned, owner.operands if owner else ())
+
+        owners = {owner_of(value) for value in reached(values, further)}
+        return sorted(filter(None, owners), key=lambda op: self.place[op])
 
     def _signals(self, made: set[ir.Value]) -> dict[ir.Value, None]:
         """Returns values of the backward pass that readers need before the clones run.
@@ -207,17 +198,6 @@ class _Rematerializer:
             and owner not in self.fixed
             and turn < self.place.get(owner, -1) < end
         }
-
-
-def _is_gathered(value: ir.Value) -> bool:
-    """True if a value is an argument in another sharding than it is stored in."""
-    owner = owner_of(value)
-    if owner is None or owner.name != _CONSTRAINT:
-        return False
-    while owner is not None and owner.name == _CONSTRAINT:
-        value = owner.operands[0]
-        owner = owner_of(value)
-    return owner is None
 
 
 # -------------------------------------------------------- values that need not be kept

@@ -13,8 +13,7 @@ zeros, and the exception is raised at the step's end.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any
@@ -211,19 +210,6 @@ class Lowering:
         return any(map(shardy.calls_host, shardy.every_op(self.module)))
 
 
-@contextmanager
-def _ragged_products_expanded() -> Iterator[None]:
-    """Lowers `jax.lax.ragged_dot` to products of masked operands, as XLA would later.
-
-    ``chlo.ragged_dot`` has no sharding rule. ``XLA_FLAGS`` may keep it.
-    """
-    if "ragged_dot" in os.environ.get("XLA_FLAGS", ""):
-        yield
-        return
-    with jax_ragged_dot_use_ragged_dot_instruction(False):
-        yield
-
-
 def lower_step(
     step: FlatStep,
     in_shardings: Sequence[NamedSharding],
@@ -248,9 +234,25 @@ def lower_step(
         if isinstance(out_shardings, NamedSharding):
             out_shardings = [out_shardings] * len(kinds)
         out_shardings = [*in_memory(out_shardings, kinds)]
+    alarm = Alarm()
+    lowered = _lowered(step, in_shardings, out_shardings, alarm)
+    module = shardy.stablehlo(lowered)
+    # Tokens keep the order.
+    if len(shardy.main_block(module).arguments) > len(step.avals):
+        raise StepNotTraceable(f"The step has effects in a fixed order. {_ORDERED}")
+    if "InspectSharding" in map(shardy.call_target, shardy.every_op(module)):
+        raise StepNotTraceable(_INSPECTED)
+    erased, wide = shardy.normalise(module), rewrite_scatters(module)
+    products = use_precision(module, step.precision, step.arg_names)
+    rewritten = Rewritten(erased_constraints=erased, wide_sums=wide, products=products)
+    return Lowering(lowered, module, out_tree, rewritten, alarm)
+
+
+def _lowered(
+    step: FlatStep, in_shardings: Sequence[NamedSharding], outs: Any, alarm: Alarm
+) -> jax.stages.Lowered:
     # The caller's mesh gives results their types of axes, and none inside the step.
     avals = placed_avals(step.avals, [*map(on_auto_mesh, in_shardings)])
-    alarm = Alarm()
     mesh = in_shardings[0].mesh if in_shardings else None
     of_no_devices = isinstance(mesh, AbstractMesh)
     device = getattr(mesh, "abstract_device", None)
@@ -267,13 +269,16 @@ def lower_step(
     jitted = jax.jit(
         replay,
         in_shardings=in_shardings,
-        out_shardings=out_shardings,
+        out_shardings=outs,
         donate_argnums=tuple(i for i, d in enumerate(step.donated) if d),
         keep_unused=True,
     )
+    # ``chlo.ragged_dot`` has no sharding rule: JAX writes products of masked operands,
+    # as XLA would later.
+    is_kept = "ragged_dot" in os.environ.get("XLA_FLAGS", "")
     try:
-        with _ragged_products_expanded():
-            lowered = jitted.trace(*avals).lower(
+        with jax_ragged_dot_use_ragged_dot_instruction(is_kept):
+            return jitted.trace(*avals).lower(
                 lowering_platforms=(platform,) if of_no_devices else None,
                 _private_parameters=lowering_parameters(mesh),
             )
@@ -284,16 +289,6 @@ def lower_step(
             f"JAX does not lower {step.flat_fn.__name__!r} for several devices: "
             f"{type(error).__name__}: {step.with_paths(str(error))}\n{advice}"
         ) from error
-    module = shardy.stablehlo(lowered)
-    # Tokens keep the order.
-    if len(shardy.main_block(module).arguments) > len(step.avals):
-        raise StepNotTraceable(f"The step has effects in a fixed order. {_ORDERED}")
-    if "InspectSharding" in map(shardy.call_target, shardy.every_op(module)):
-        raise StepNotTraceable(_INSPECTED)
-    erased, wide = shardy.normalise(module), rewrite_scatters(module)
-    products = use_precision(module, step.precision, step.arg_names)
-    rewritten = Rewritten(erased_constraints=erased, wide_sums=wide, products=products)
-    return Lowering(lowered, module, out_tree, rewritten, alarm)
 
 
 def trace(step: FlatStep, mesh: Mesh | AbstractMesh) -> tuple[Program, Lowering]:

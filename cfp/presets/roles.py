@@ -348,7 +348,8 @@ class _Walk:
         for result, dims in zip(op.results, rule.results, strict=False):
             found: dict[int, int] = {}
             for d, dim in enumerate(dims):
-                ranks = [carried[f] for f in dim if f in carried]
+                factors = dim if self.follows_batch else (rule.major(dim),)
+                ranks = [carried[f] for f in factors if f is not None and f in carried]
                 if ranks and self.program.shape(result)[d] > 1:
                     found[d] = min(ranks)
             if not self.follows_batch:
@@ -434,8 +435,8 @@ class _Walk:
     def _common_factor(self, op: Op, rule: Rule, kept: list[int]) -> int:
         """Finds the factor that a contraction of two data goes by; -1 if any will do.
 
-        A batch factor that one of them carries, or else a factor of one, where the
-        other may come whole.
+        A batch factor that one of them carries, which the axis splits alone or together
+        with a minor one; or else a factor of one, where the other may come whole.
 
         Args:
             kept: factors of the result.
@@ -445,11 +446,16 @@ class _Walk:
         arriving = [self._arriving(op, rule, i) for i in range(len(rule.operands))]
         for factor in shared_factors(rule):
             if any(factor in ranks for ranks in arriving):
-                return factor
+                own, size = rule.sizes[factor], self.size
+                is_split = AxisChoice(factor) in _allowed(rule, size)
+                if is_split or (1 < own < size and size % own == 0):
+                    return factor
         gives_way = [
             bool(ranks and self._makers(value) & self.by_minor)
             for value, ranks in zip(op.operands, arriving, strict=False)
         ]
+        if all(gives_way):  # What is summed over would be reduced.
+            gives_way = [bool(rule.reduction & ranks.keys()) for ranks in arriving]
         firm = (
             factor
             for ranks, gives in zip(arriving, gives_way, strict=False)

@@ -60,12 +60,12 @@ class SegmentChoice:
 
     @property
     def plain(self) -> SegmentChoice:
-        """The choice without rematerialization; both have one layout."""
+        """The choice without rematerialization."""
         return replace(self, remat=False) if self.remat else self
 
     @property
     def as_written(self) -> SegmentChoice:
-        """The choice without kernels."""
+        """The choice without kernels; all of these have one layout."""
         return replace(self, kernels=AS_WRITTEN) if self.kernels else self
 
 
@@ -308,7 +308,7 @@ class Costs:
         def laid_out(index: int, of: Iterable[SegmentChoice]) -> list[_Side]:
             """One layout for all choices that shard alike what passes."""
             blocks, first = self.analysis.segments[index].blocks, {}
-            every = ((self._laid_out(index, o.plain), blocks) for o in of)
+            every = ((self._laid_out(index, o.plain.as_written), blocks) for o in of)
             return [first.setdefault(self._ends(o, (*ahead, *back)), o) for o in every]
 
         pass_ms = cache(
@@ -321,7 +321,7 @@ class Costs:
         return [[pass_ms(here, there) for there in columns] for here in rows]
 
     def _layout(self, kind: int, candidate: SegmentChoice) -> Layout:
-        return self._laid_out(self.analysis.representatives[kind], candidate.plain)
+        return self._laid_out(self._kinds[kind].index, candidate.plain.as_written)
 
     def _find_steps(self, kind: int, in_chunks: bool) -> tuple[list[Span], list[Step]]:
         frame, ops = self.analysis.frame, self._kinds[kind].ops

@@ -13,7 +13,7 @@ from cfp.context import DecidedBy, PlanContext
 from cfp.cost.costs import Costs
 from cfp.cost.estimate import SegmentEstimate
 from cfp.devices.described import DescribedMesh
-from cfp.presets.presets import named_choices
+from cfp.passes.analyze import collected_rarely
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.measurer import Measurer
 from cfp.profiling.rates import Rates
@@ -22,7 +22,7 @@ from cfp.search.expected import estimate_options
 from cfp.search.guided import measure_candidates
 from cfp.search.requests import UNMEASURED_STRATEGIES, Profiles, RequestBuilder
 from cfp.search.solver import leanest, solve
-from cfp.settings import MEASURED_SHARE, Dimension, Replacing
+from cfp.settings import MEASURED_SHARE, Dimension
 from cfp.solution import Estimate
 
 
@@ -35,7 +35,7 @@ def profile(
     """Measures options of every kind of segment, at the search's requests.
 
     Args:
-        all_presets: see `profile_segments`.
+        all_presets: True measures slow presets of much memory, too.
         races: True leaves a share of a budget of time to a race.
     """
     started = time.perf_counter()
@@ -43,14 +43,15 @@ def profile(
         return _estimated(context, analysis, started)
     end = _end_of_measuring(context) if races else context.end
     rates = measured_rates(context)
-    found, measurer = profile_segments(
-        context,
-        analysis,
-        rates,
-        measure=context.settings.measure is not False,
-        all_presets=all_presets,
-        end=end,
+    measurer = Measurer(
+        analysis.frame.program,
+        context.devices,
+        context.store,
+        context.settings.measure is not False,
+        context.measure,
+        end,
     )
+    found = _measured(context, analysis, rates, measurer, all_presets)
     jobs = {item.own_job.key.digest for item in found.requests}
     done, cached = [*map(found.records.get, jobs)], len(jobs & {*measurer.known})
     counts = {
@@ -59,8 +60,9 @@ def profile(
         "strategies_failed": sum(r is not None and not r.ok for r in done),
         "profile_seconds": time.perf_counter() - started,
     }
-    if measurer.has_end and (late := found.unmeasured):
-        counts[UNMEASURED_STRATEGIES] = len(late)
+    late = sum(one.outcome(found.records) is None for one in found.requests)
+    if measurer.has_end and late:
+        counts[UNMEASURED_STRATEGIES] = late
     return replace(found, counts=counts)
 
 
@@ -72,79 +74,62 @@ def _end_of_measuring(context: PlanContext) -> float:
     return now + MEASURED_SHARE * (context.end - now)
 
 
-def profile_segments(
+def _measured(
     context: PlanContext,
     analysis: Analysis,
     rates: Rates,
-    *,
-    measure: bool,
-    all_presets: bool = False,
-    end: float | None = None,
-) -> tuple[Profiles, Measurer]:
-    """Measures segments; returns the profiles and their measurer.
-
-    Args:
-        measure: False uses only stored records, and no device.
-        end: monotonic time at which measuring ends; by default planning's end.
-        all_presets: True measures slow presets of much memory, too.
-    """
+    measurer: Measurer,
+    all_presets: bool,
+) -> Profiles:
+    """Measures segments until nothing that was not measured may matter."""
     settings, rules = context.settings, context.rules
-    estimates, among = estimate_among(
-        analysis, rates, named_choices(analysis.frame), settings.dimensions
-    )
-    every = leading_presets(analysis, estimates, among)
+    estimates, every = estimate_among(analysis, rates, settings.dimensions)
     costs = Costs(analysis, rates, Dimension.REMAT in settings.dimensions)
-    memory = context.memory
-    if memory is not None:
-        needs = {name: costs.least_peak_bytes(c) for name, c in every.items()}
-        able = {n: every[n] for n, b in needs.items() if b <= memory.budget_bytes}
+    if memory := context.memory:
+        least = costs.least_peak_bytes
+        able = {n: c for n, c in every.items() if least(c) <= memory.budget_bytes}
         every = able or every
     # Where memory is short, what saves it is worth measuring however long it takes; and
     # so are all where one could not be built or run, or nothing fits once compiled.
     near = leading_presets(analysis, estimates, every, rules.estimate_reach)
-    tight = _tight_by_estimate(context, every, estimates, costs)
-    with_leaner = partial(_with_leaner, analysis, estimates, costs, every, near)
-    short = memory is not None and tight
-    first = every if all_presets else with_leaner() if short else near
-    replacing = rules.replacing_for_memory if tight else rules.replacing
-    measurer = Measurer(
-        analysis.frame.program,
-        context.devices,
-        context.store,
-        measure,
-        context.measure,
-        context.end if end is None else end,
+    leaner = _with_leaner(analysis, estimates, costs, every, near)
+    # Of the fastest parts of presets, by estimates.
+    tight = estimate_options(
+        estimates,
+        every,
+        costs,
+        per_kind=0,
+        budget_bytes=context.budget_bytes,
+        replacing=rules.replacing,
+    ).memory_bound
+    first = leaner if memory and tight else near
+    maker = RequestBuilder(
+        costs=costs,
+        presets=every if all_presets else first,
+        estimates=estimates,
+        environment=context.environment,
+        in_context=settings.in_context,
+        replacing=rules.replacing_for_memory if tight else rules.replacing,
     )
-
-    def explored(leading: Mapping[str, Choice]) -> Profiles:
-        maker = RequestBuilder(
-            costs=costs,
-            presets=leading,
-            estimates=estimates,
-            environment=context.environment,
-            in_context=settings.in_context,
-            replacing=replacing,
-        )
-        return measure_candidates(
-            maker,
-            per_kind=settings.per_kind,
-            others=settings.others,
-            budget_bytes=context.budget_bytes,
-            measurer=measurer,
-        )
-
-    found = explored(first)
+    explored = partial(
+        measure_candidates,
+        per_kind=settings.per_kind,
+        others=settings.others,
+        budget_bytes=context.budget_bytes,
+        measurer=measurer,
+    )
+    found = explored(maker)
     while True:
         failed = any(not record.ok for record in found.records.values())
-        wider = every if failed else with_leaner() if found.memory_bound else first
-        if not wider.keys() - first.keys():
+        wider = every if failed else leaner if found.memory_bound else {}
+        if not wider.keys() - found.presets.keys():
             break
-        more = explored(wider)
+        more = explored(replace(maker, presets=wider))
         # If time was over, less is known of all presets than is of the first ones.
         if found.memory_bound and measurer.is_over and not more.memory_bound:
             break
-        found, first = more, wider
-    return replace(found, has_all_presets=first == every), measurer
+        found = more
+    return replace(found, has_all_presets=found.presets == every)
 
 
 def _with_leaner(
@@ -163,25 +148,6 @@ def _with_leaner(
         if needs[name] < least:
             least, found[name] = needs[name], presets[name]
     return found
-
-
-def _tight_by_estimate(
-    context: PlanContext,
-    presets: Mapping[str, Choice],
-    estimates: Sequence[SegmentEstimate],
-    costs: Costs,
-) -> bool:
-    """True if the fastest of the presets' parts may not fit, by estimates."""
-    if context.budget_bytes is None:
-        return False
-    return estimate_options(
-        estimates,
-        presets,
-        costs,
-        per_kind=0,
-        budget_bytes=context.budget_bytes,
-        replacing=context.rules.replacing,
-    ).memory_bound
 
 
 def measured_rates(context: PlanContext) -> Rates:
@@ -206,6 +172,7 @@ def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
     )
 
 
+@collected_rarely()
 def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Profiles:
     """Estimates all options; only the rates of real devices are measured."""
     context.measure.tell("estimating what each strategy takes")
@@ -216,26 +183,19 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
     else:
         rates = measured_rates(context)
     rules = context.rules
-    estimates, among = estimate_among(
-        analysis, rates, named_choices(analysis.frame), context.settings.dimensions
-    )
-    named = leading_presets(analysis, estimates, among)
+    estimates, named = estimate_among(analysis, rates, context.settings.dimensions)
     may = Dimension.REMAT in context.settings.dimensions
     costs = Costs(analysis, rates, may, measured=False)
 
-    def options_of(replacing: Replacing) -> Profiles:
-        return estimate_options(
-            estimates,
-            named,
-            costs,
-            per_kind=context.settings.per_kind,
-            budget_bytes=context.budget_bytes,
-            replacing=replacing,
-        )
-
-    found = options_of(rules.replacing)
-    if found.memory_bound and rules.replacing_for_memory != rules.replacing:
-        found = options_of(rules.replacing_for_memory)
+    found = estimate_options(
+        estimates,
+        named,
+        costs,
+        per_kind=context.settings.per_kind,
+        budget_bytes=context.budget_bytes,
+        replacing=rules.replacing,
+        for_memory=rules.replacing_for_memory,
+    )
     problem = found.problem
     assert problem is not None, "estimates decide"
     counts = {

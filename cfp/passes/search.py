@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from statistics import median
 
 from cfp.analysis.analyze import Analysis
@@ -66,35 +67,31 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     """
     started = time.perf_counter()
     context.measure.tell("searching for the fastest plan")
-    known = profiles.presets.items()
-    named = {name: c for name, c in known if name not in PROPAGATED}
-    decided_by = context.decided_by
+    decided_by, costs = context.decided_by, profiles.costs
     compiled = decided_by is not DecidedBy.PREDICTION
     # With times in context, and with times alone; or with estimates.
-    costs, wanted = profiles.costs, profiles.requests
     problems = [profiles.problem] if profiles.problem else []
     for alone in () if problems else (False, True):
-        options = measured_options(costs, wanted, profiles.records, alone)
+        wanted, records = profiles.requests, profiles.records
+        options = measured_options(costs, wanted, records, alone)
         problems.append(build_problem(costs, options, context.budget_bytes))
     problem, tight = problems[0], profiles.memory_bound
+    named = profiles.presets
     if profiles.problem and decided_by is DecidedBy.RACE:
         named = _fastest(analysis, named, problem)
-    named |= {name: c for name, c in known if name in PROPAGATED}
     named = plain = with_kernels(analysis, problem, named)
-    searches = problems
     if tight and compiled and not profiles.problem:
         # Programs that rematerialize may turn out smaller than predicted.
         scale = COMPILED_TO_PREDICTED
-        searches = [one for p in problems for one in (p, scale_memory(p, scale))]
+        problems = [one for p in problems for one in (p, scale_memory(p, scale))]
     found = dict.fromkeys(
         whole_choice(analysis, one, best)
-        for one in searches
+        for one in problems
         if (best := solve(one)) is not None
     )
     if tight:
         # Where the compiler may yet save some memory, more may fit; it will say so.
-        share = context.usual_temp_share
-        reckonings = (problem, scale_memory(problem, share))
+        reckonings = (problem, scale_memory(problem, context.usual_temp_share))
         named = named | rematerialized(analysis, reckonings, named)
     if not found:
         if not compiled:
@@ -107,31 +104,40 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         *named_candidates(named, context.rules.levels),
         *(Candidate(f"planned {n}", choice) for n, choice in enumerate(others, 2)),
     ]
-    # By estimates all presets are options. Where options are measured, those that are
-    # far behind are not, nor those that cannot fit in a budget.
-    every, memory = presets(analysis.frame), context.memory
-
-    def why_not(name: str) -> str:
-        if name in profiles.presets:
-            return SLOWER
-        if memory is None:
-            return UNMEASURED
-        is_too_large = costs.least_peak_bytes(every[name]) > memory.budget_bytes
-        return TOO_LARGE if is_too_large else UNMEASURED
-
-    unraced = {
-        name: why_not(name) for name in every if name in PRESETS and name not in named
-    }
-
     return Solution(
         _predicted(analysis, problem, candidates),
-        unraced=unraced,
+        unraced=_unraced(context, analysis, profiles, named),
         problem=problem,
         counts={**profiles.counts, "search_seconds": time.perf_counter() - started},
         rates=costs.rates,
         named=plain,
         profiles=profiles,
     )
+
+
+def _unraced(
+    context: PlanContext,
+    analysis: Analysis,
+    profiles: Profiles,
+    named: Collection[str],
+) -> dict[str, str]:
+    """Reasons against presets that do not race.
+
+    By estimates all presets are options. Where options are measured, those that are far
+    behind are not, nor those that cannot fit in a budget.
+    """
+    every, most = presets(analysis.frame), inf
+    if context.memory is not None:
+        most = context.memory.budget_bytes
+
+    def why_not(name: str) -> str:
+        if name in profiles.presets:
+            return SLOWER
+        needed = profiles.costs.least_peak_bytes(every[name])
+        return TOO_LARGE if needed > most else UNMEASURED
+
+    absent = (name for name in every if name in PRESETS and name not in named)
+    return {name: why_not(name) for name in absent}
 
 
 def search_further(
@@ -338,7 +344,7 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
 def _fastest(
     analysis: Analysis, named: Mapping[str, Choice], problem: Problem
 ) -> dict[str, Choice]:
-    """Selects the presets of the race if estimates decide.
+    """Selects the presets of the race if estimates decide, beside propagated choices.
 
     Presets that fit in a budget by prediction come first; among equally fast ones the
     smaller.
@@ -347,9 +353,10 @@ def _fastest(
     def rank(name: str) -> tuple[bool, float, int]:
         picks = picks_of(analysis, problem, named[name])
         if picks is None:
-            return True, float("inf"), 0
+            return True, inf, 0
         needs = problem.memory_bytes(picks) if problem.budget_bytes else 0
         return not problem.fits(picks), problem.cost_ms(picks), needs
 
-    best = sorted(named, key=rank)[:PRESETS_BY_ESTIMATE]
-    return {name: choice for name, choice in named.items() if name in best}
+    ranked = sorted((name for name in named if name not in PROPAGATED), key=rank)
+    kept = {*ranked[:PRESETS_BY_ESTIMATE], *PROPAGATED}
+    return {name: choice for name, choice in named.items() if name in kept}

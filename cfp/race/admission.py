@@ -36,6 +36,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -111,7 +113,7 @@ Compile = Callable[[Sequence[Candidate]], Sequence[RaceResult]]
 def expected_ms(candidate: Candidate) -> float:
     """Predicted step time, `LIMITED_TIME` times with the limit; infinity if unknown."""
     if candidate.predicted_ms is None:
-        return float("inf")
+        return inf
     limited = MEMORY_SHARE in candidate.options
     return candidate.predicted_ms * (LIMITED_TIME if limited else 1.0)
 
@@ -131,7 +133,7 @@ def within_reach(
         fitting: candidates known to fit; the best is one of these, or of all
             candidates.
     """
-    best_ms = min(map(expected_ms, fitting or candidates), default=float("inf"))
+    best_ms = min(map(expected_ms, fitting or candidates), default=inf)
 
     def is_near(one: Candidate) -> bool:
         time_ms = expected_ms(one)
@@ -176,16 +178,20 @@ class _Admission:
 
     Attributes:
         memory: the memory that they must fit in, under a budget.
+        reach: as for :func:`compile_until_enough_fit`.
         exempt_from_refusals: keys of candidates that are compiled in spite of refusals.
         known_large: choices and levels known not to fit, which count as no refusal.
+        however_slow: keys of candidates to compile at any predicted time.
         found: results of compiled or skipped candidates.
         queue: candidates to compile.
         limited: choices that are compiled with the memory limit.
     """
 
     memory: MemoryBudget | None
+    reach: Mapping[ConstraintLevel, float] | None
     exempt_from_refusals: Collection[Any]
     known_large: Collection[tuple[Choice, ConstraintLevel]] = ()
+    however_slow: Collection[Any] = ()
     found: Admitted = field(default_factory=Admitted)
     queue: list[_Ways] = field(default_factory=list)
     limited: set[Choice] = field(default_factory=set)
@@ -222,20 +228,13 @@ class _Admission:
             self.queue.append(ways)
             self.limited.add(ways[0].choice)
 
-    def select(
-        self,
-        however_slow: Collection[Any],
-        reach: Mapping[ConstraintLevel, float] | None,
-    ) -> list[_Ways]:
+    def select(self) -> list[_Ways]:
         """Selects the next candidates to compile; none if enough are compiled.
 
         The plan and candidates known to fit come first, whatever the refusals. Then
         come near candidates, the best preset first, as time may be too short for all.
-
-        Args:
-            however_slow: keys of candidates to compile at any predicted time.
-            reach: as for :func:`compile_until_enough_fit`.
         """
+        reach, however_slow = self.reach, self.however_slow
         self.queue.sort(key=lambda ways: expected_ms(ways[0]))
         fitting, large = self.fitting, {*self.known_large}
         # What was refused as it is, and fits with the memory limit, fits.
@@ -290,19 +289,28 @@ class _Admission:
             ways = [one, *with_options(one, limit_options(self.memory, first.size))]
         self.limit(ways[len(made) :])
 
+    def leave(self, *, is_late: bool) -> None:
+        """Skips the rest of the queue."""
+        rest, near = [ways[0] for ways in self.queue], list[Candidate]()
+        if is_late and not self.fitting:
+            near = rest
+        elif self.reach is not None:
+            near = within_reach(rest, (), self.reach, self.fitting)
+        few = BEHIND if self.memory is None else MANY_REFUSED
+        why = TOO_LATE if is_late else few
+        self.found.left.extend((one, why if one in near else TOO_FAR) for one in rest)
 
-def _at_once(chosen: Sequence[_Ways], most: int) -> list[int]:
-    """Counts ways of each that compile side by side: one, and more if threads idle.
 
-    Args:
-        most: programs that compile side by side.
+def _side_by_side(chosen: Sequence[_Ways], most: int) -> list[tuple[int, int]]:
+    """Places of candidates, and ways of theirs, that compile side by side.
+
+    Of each the loosest, which come first as time may be too short for all; and tighter
+    ones, of all in turn, up to so many programs.
     """
-    counts, depth = [1] * len(chosen), max(map(len, chosen))
-    for count in range(2, depth + 1):
-        for place, ways in enumerate(chosen):
-            if len(ways) >= count and sum(counts) < most:
-                counts[place] = count
-    return counts
+    depths = range(max(map(len, chosen)))
+    places = enumerate(map(len, chosen))
+    every = [(p, depth) for depth, (p, n) in product(depths, places) if depth < n]
+    return every[: max(len(chosen), most)]
 
 
 def compile_until_enough_fit(
@@ -334,15 +342,12 @@ def compile_until_enough_fit(
     """
     # The plan is compiled as it is, and what is known to fit needs no prediction.
     exempt = {*known, *(one.key for one in candidates[:1])}
-    large = [
-        one
-        for one in candidates
-        if memory is not None
-        and (size := compiled.get(one.key)) is not None
-        and size.peak_bytes > memory.budget_bytes
-    ]
+    most = memory.budget_bytes if memory is not None else inf
+    too_large = {key for key, size in compiled.items() if size.peak_bytes > most}
+    large = [one for one in candidates if one.key in too_large]
     state = _Admission(
         memory=memory,
+        reach=reach,
         exempt_from_refusals=exempt,
         known_large={(one.choice, one.level) for one in large},
     )
@@ -353,32 +358,15 @@ def compile_until_enough_fit(
         if one not in large:
             state.add(one, None if is_sure else size_of(one))
     first = [ways[0] for ways in state.queue]
-    however_slow = exempt_from_reach([*candidates[:1], *first])
-    is_late = False
-    while state.queue:
-        chosen = state.select(however_slow, reach)
-        is_late = bool(chosen and (state.fitting or state.found.refused)) and is_over()
-        if not chosen or is_late:
+    state.however_slow = exempt_from_reach([*candidates[:1], *first])
+    while chosen := state.select():
+        if (state.fitting or state.found.refused) and is_over():
             break
         state.queue = [ways for ways in state.queue if ways not in chosen]
-        counts = _at_once(chosen, 1 if reach is None else at_once)
-        # The loosest first: there may be no time for all.
-        order = [
-            (place, depth)
-            for depth in range(max(counts))
-            for place, count in enumerate(counts)
-            if depth < count
-        ]
+        order = _side_by_side(chosen, 1 if reach is None else at_once)
         results = compile_all([chosen[place][depth] for place, depth in order])
-        made = dict(zip(order, results, strict=True))
         for place, ways in enumerate(chosen):
-            state.sort_in(ways, [made[place, n] for n in range(counts[place])])
-    rest = [ways[0] for ways in state.queue]
-    if is_late and not state.fitting:
-        near = rest
-    else:
-        near = [] if reach is None else within_reach(rest, (), reach, state.fitting)
-    few = BEHIND if memory is None else MANY_REFUSED
-    why = TOO_LATE if is_late else few
-    state.found.left.extend((one, why if one in near else TOO_FAR) for one in rest)
+            made = zip(order, results, strict=True)
+            state.sort_in(ways, [one for (p, _), one in made if p == place])
+    state.leave(is_late=bool(chosen))
     return state.found

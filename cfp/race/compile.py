@@ -27,7 +27,7 @@ from cfp.race.programs import (
     Untimed,
     is_compiled_too_large,
 )
-from cfp.settings import TUNED_FIRST, TUNING_AT_ONCE
+from cfp.settings import TUNED_FIRST, TUNING_AT_ONCE, defaults_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,11 @@ class Builder:
         """Platform of the compiler: for described devices this machine's."""
         is_here = isinstance(self.mesh, Mesh)
         return self.devices.devices.flat[0].platform if is_here else "cpu"
+
+    @property
+    def is_measured(self) -> bool:
+        """True if steps are timed on devices whose times decide."""
+        return not defaults_of(self.platform).estimates
 
     @property
     def at_once(self) -> int:

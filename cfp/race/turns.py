@@ -33,7 +33,6 @@ from cfp.settings import (
     STAY_AFTER_TURN,
     ConstraintLevel,
     PlatformDefaults,
-    defaults_of,
 )
 from cfp.solution import Candidate
 
@@ -98,27 +97,15 @@ def race_programs(
     """
     jobs = {one.job.key.digest: one.job for one in programs}
     store, budget_bytes = builder.store, builder.budget_bytes
-    says_little = defaults_of(builder.platform).estimates
     known = known_records(builder, jobs)
     # What is known to be too large need not be compiled to find that out again.
     out = {d: r for d, r in known.items() if not (r.ok and fits(r, budget_bytes))}
     raced = {**of_one_race(jobs, budget_bytes, store), **out}
 
     def is_answer(found: Mapping[str, ProfileRecord]) -> bool:
-        # Times of two races do not compare. All of one ended at one moment. What was
-        # the fastest ran in every turn, which gives one sample, or on CPUs some.
         ran = [record for digest, record in found.items() if digest not in out]
-        turns = max((len(record.samples_ms) for record in ran), default=rounds)
-        last = [record for record in ran if len(record.samples_ms) == turns]
-        is_one = len({r.created for r in ran}) <= 1
-        times_ms = [median(one.samples_ms) for one in last]
-        near = [ms for ms in times_ms if ms <= STAY_AFTER_LOOK * min(times_ms)]
-        is_alone = says_little and len(near) == 1
-        is_told = rounds > 1 and (
-            is_alone or _is_told([one.samples_ms for one in last])
-        )
-        enough = turns >= rounds or is_told
-        return len(found) == len(jobs) and is_one and enough
+        is_one = _is_one_race(ran, rounds, builder.is_measured)
+        return len(found) == len(jobs) and is_one
 
     records = next(filter(is_answer, (raced, known)), None)
     cached = () if records is None else jobs.keys()
@@ -133,6 +120,21 @@ def race_programs(
         ran = {digest: r for digest, r in records.items() if digest not in out}
         keep_race(jobs, budget_bytes, ran, store)
     return results_of(programs, records, budget_bytes, cached)
+
+
+def _is_one_race(ran: Sequence[ProfileRecord], rounds: int, is_measured: bool) -> bool:
+    """True if records are of one race, with all turns or enough to tell the fastest.
+
+    Times of two races do not compare. All of one ended at one moment. What was the
+    fastest ran in every turn, which gives one sample, or on CPUs some.
+    """
+    turns = max((len(record.samples_ms) for record in ran), default=rounds)
+    last = [one.samples_ms for one in ran if len(one.samples_ms) == turns]
+    times_ms = [median(samples) for samples in last]
+    near = [ms for ms in times_ms if ms <= STAY_AFTER_LOOK * min(times_ms)]
+    is_told = (len(near) == 1 and not is_measured) or _is_told(last)
+    is_enough = turns >= rounds or (rounds > 1 and is_told)
+    return len({record.created for record in ran}) <= 1 and is_enough
 
 
 def _run_in_turn(
@@ -154,7 +156,7 @@ def _run_in_turn(
         in_flight=in_flight,
         rounds=rounds,
     )
-    has_look = race.is_measured and rounds > 1
+    has_look = builder.is_measured and rounds > 1
     with CompilePool(default_threads(race.platform)) as pool:
         # While devices warm up; between looks they would cool down meanwhile.
         made = [
@@ -211,11 +213,6 @@ class _Turns:
         """The platform of the devices, by JAX's name."""
         return self.builder.platform
 
-    @property
-    def is_measured(self) -> bool:
-        """True if steps are timed on devices whose times decide."""
-        return not defaults_of(self.platform).estimates
-
     def is_late(self) -> bool:
         """True if the time for planning is over."""
         return time.monotonic() > self.builder.end
@@ -226,7 +223,7 @@ class _Turns:
 
     def is_told(self) -> bool:
         """True if the turns so far tell the fastest."""
-        if self.is_measured:
+        if self.builder.is_measured:
             return _is_told([*map(self._samples_ms, self.order)])
         return len(self.order) == 1
 
@@ -238,7 +235,7 @@ class _Turns:
 
     def warm_up(self) -> None:
         """Has devices whose times decide work until their clocks are steady."""
-        if not self.is_measured or self.is_over():
+        if not self.builder.is_measured or self.is_over():
             return
         self.builder.options.tell("warming up the devices")
         digest = self.order[0]

@@ -22,7 +22,13 @@ from cfp.attention.matching.matches import attentions, refusal_of, way_of
 from cfp.cost.costs import SegmentChoice, layout_of, segment_candidate
 from cfp.cost.estimate import SegmentEstimate, estimate_segment
 from cfp.cost.terms import Terms
-from cfp.presets.presets import PRESETS, PROPAGATED, REPLICATED, plainest
+from cfp.presets.presets import (
+    PRESETS,
+    PROPAGATED,
+    REPLICATED,
+    named_choices,
+    plainest,
+)
 from cfp.profiling.rates import Rates
 from cfp.search.problem import Assignment, Problem
 from cfp.settings import MIXED_PRESETS, Dimension, Replacing
@@ -184,20 +190,14 @@ def estimate_kinds(
 
 
 def estimate_among(
-    analysis: Analysis,
-    rates: Rates,
-    named: Mapping[str, Choice],
-    dimensions: Set[Dimension],
-) -> tuple[tuple[SegmentEstimate, ...], Mapping[str, Choice]]:
-    """Estimates every kind, and named choices, within some kinds of choices.
+    analysis: Analysis, rates: Rates, dimensions: Set[Dimension]
+) -> tuple[tuple[SegmentEstimate, ...], dict[str, Choice]]:
+    """Estimates every kind, and selects presets, within some kinds of choices.
 
     Without sharding every block is data parallel; without storage parameters are stored
-    as used.
-
-    Args:
-        named: presets and propagated choices by name, the plainest among them.
+    as used. Presets are those of :func:`leading_presets`, with propagated choices.
     """
-    modes, fixed = {*Storage}, None
+    named, modes, fixed = named_choices(analysis.frame), {*Storage}, None
     if Dimension.STORAGE not in dimensions or not analysis.frame.mesh:
         modes = {Storage.USED}
     if Dimension.SHARDING not in dimensions:
@@ -207,7 +207,8 @@ def estimate_among(
         for name, choice in named.items()
         if modes.issuperset(choice.storage) and fixed in (None, choice.blocks)
     }
-    return estimate_kinds(analysis, rates, fixed, modes), kept
+    estimates = estimate_kinds(analysis, rates, fixed, modes)
+    return estimates, leading_presets(analysis, estimates, kept)
 
 
 def leading_presets(

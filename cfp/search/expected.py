@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from statistics import median
 
 from cfp.analysis.layout import Choice
@@ -38,7 +39,6 @@ def expect(
     Args:
         estimate: of the times of all its candidates.
         measured: its options that were measured.
-        candidates: what to expect something of.
     """
     plain = {o.candidate: o for o in measured if not o.candidate.remat}
     again = [o for o in measured if o.candidate.remat]
@@ -48,43 +48,41 @@ def expect(
     def least(candidate: SegmentChoice) -> int:
         return costs.least_bytes(kind, candidate).residual_bytes
 
-    def more(options: Iterable[Option]) -> float:
-        return _median((o.residual_bytes - least(o.candidate) for o in options), 0)
+    def residual(candidate: SegmentChoice, among: Iterable[Option]) -> int:
+        more = _median((o.residual_bytes - least(o.candidate) for o in among), 0)
+        return max(0, round(least(candidate) + more))
 
     def estimated_ms(candidate: SegmentChoice) -> float:
         saved_ms = costs.saved_by_kernel_ms(kind, candidate)
         return max(0.0, estimate.total_ms(candidate) - saved_ms)
 
     slower = _ratio(((o.time_ms, estimated_ms(o.candidate)) for o in as_is), 1.0)
-    again_slower = _ratio(
-        ((o.time_ms, base.time_ms) for o, base in both), REMATERIALIZED_TIME_EXPECTED
-    )
+    times_ms = ((o.time_ms, base.time_ms) for o, base in both)
+    again_slower = _ratio(times_ms, REMATERIALIZED_TIME_EXPECTED)
     # The backward pass needs as much, if not from the forward pass on.
     needed_again = _ratio(((_needed(o), _needed(base)) for o, base in both), 1.0)
-    kept, kept_again = more(plain.values()), more(again)
     temps = [o.temp_bytes for o in plain.values()]
 
     def unmeasured(candidate: SegmentChoice) -> Option:
+        temp = round(median(temps)) if temps else costs.temp_bytes(kind, candidate)
         return Option(
             candidate=candidate,
             time_ms=slower * estimated_ms(candidate),
             state_bytes=costs.least_bytes(kind, candidate).state_bytes,
-            residual_bytes=max(0, round(least(candidate) + kept)),
-            temp_bytes=round(median(temps))
-            if temps
-            else costs.temp_bytes(kind, candidate),
+            residual_bytes=residual(candidate, plain.values()),
+            temp_bytes=temp,
         )
 
     def rematerialized(option: Option) -> Option:
         candidate = replace(option.candidate, remat=True)
         needed = round(needed_again * _needed(option))
-        residual = min(needed, max(0, round(least(candidate) + kept_again)))
+        kept = min(needed, residual(candidate, again))
         return replace(
             option,
             candidate=candidate,
             time_ms=again_slower * option.time_ms,
-            residual_bytes=residual,
-            temp_bytes=needed - residual,
+            residual_bytes=kept,
+            temp_bytes=needed - kept,
         )
 
     known = ((c, plain.get(c.plain) or unmeasured(c.plain)) for c in candidates)
@@ -112,29 +110,32 @@ def estimate_options(
     per_kind: int,
     budget_bytes: int | None,
     replacing: Replacing,
+    for_memory: Replacing | None = None,
 ) -> Profiles:
     """The parts of the presets and the best others, with estimated costs.
 
     Args:
         presets: choices for the whole program whose parts are options in any case.
         per_kind: how many others of each kind, at most.
+        replacing, for_memory: what may be replaced, and the same where memory decides.
     """
     parts = preset_parts(costs.analysis, presets.values())
-    candidates = first_candidates(
-        costs.analysis, estimates, parts, replacing, others=per_kind
-    )
 
     def expected(kind: int, remat: bool) -> list[Option]:
         mine = [replace(c, remat=remat) for c in candidates[kind]]
         own = replace(estimates[kind], edge_ms=estimates[kind].own_edge_ms)
         return expect(costs, kind, own, (), mine)
 
-    options = [expected(kind, False) for kind in range(len(estimates))]
-    problem = build_problem(costs, options, budget_bytes)
-    fastest = solve_within(problem, None)
-    tight = budget_bytes is not None and (
-        fastest.memory_bytes > SAFE_ESTIMATED_MEMORY_SHARE * budget_bytes
-    )
+    most = inf if budget_bytes is None else SAFE_ESTIMATED_MEMORY_SHARE * budget_bytes
+    for one in dict.fromkeys((replacing, for_memory or replacing)):
+        candidates = first_candidates(
+            costs.analysis, estimates, parts, one, others=per_kind
+        )
+        options = [expected(kind, False) for kind in range(len(estimates))]
+        problem = build_problem(costs, options, budget_bytes)
+        tight = solve_within(problem, None).memory_bytes > most
+        if not tight:
+            break
     if tight:
         for kind, found in enumerate(options):
             if costs.can_rematerialize(kind):
@@ -145,7 +146,7 @@ def estimate_options(
         costs=costs,
         memory_bound=tight,
         problem=problem,
-        replacing=replacing,
+        replacing=one,
     )
 
 

@@ -198,11 +198,6 @@ class Profiles:
         return [item for asked in self.rounds for item in asked]
 
     @property
-    def unmeasured(self) -> list[MeasurementRequest]:
-        """Requests that nothing is known of yet, since time was over."""
-        return [one for one in self.requests if one.outcome(self.records) is None]
-
-    @property
     def failed_kernels(self) -> dict[SegmentKernels, str]:
         """Kernels that ran in no candidate, each with the first reason.
 

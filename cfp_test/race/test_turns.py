@@ -378,7 +378,7 @@ def test_lost_devices_end_a_race(raced, case, store, monkeypatch):
 @pytest.fixture
 def on_gpus(monkeypatch):
     """Races as on GPUs."""
-    monkeypatch.setattr(room, "defaults_of", lambda _: defaults_of("gpu"))
+    monkeypatch.setattr(building, "defaults_of", lambda _: defaults_of("gpu"))
 
 
 @pytest.mark.parametrize(

@@ -178,14 +178,6 @@ def build(
     return build_everywhere(mesh, job, make, program.fingerprint)
 
 
-PlainMesh = tuple[tuple[tuple[str, int], ...], tuple[int, ...]]
-
-
-def plain_mesh(mesh: Mesh) -> PlainMesh:
-    """A mesh as plain data: its axes, and the ids of its devices."""
-    return tuple(mesh.shape.items()), tuple(device.id for device in mesh.devices.flat)
-
-
 def build_everywhere(
     mesh: Mesh,
     task: Task,
@@ -200,7 +192,7 @@ def build_everywhere(
     """
     if (talk := leading(mesh)) is None:
         return make()
-    number = talk.say("build", fingerprint, plain_mesh(mesh), task)
+    number = talk.say("build", fingerprint, mesh, task)
     shared = Shared(number=number)
     weakref.finalize(shared, talk.drop, number).atexit = False
     mine = make()

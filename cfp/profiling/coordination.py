@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import itertools
 import logging
 import os
@@ -213,7 +214,13 @@ class Coordination:
         return f"cfp/{self.epoch}"
 
     def _put(self, place: str, value: Any) -> None:
-        text = base64.b64encode(pickle.dumps(value)).decode()
+        made = io.BytesIO()
+        pickler = pickle.Pickler(made)
+        # Meshes travel: devices have the same numbers everywhere.
+        kind = type(jax.devices()[0])
+        pickler.dispatch_table = {kind: lambda device: (_device, (device.id,))}
+        pickler.dump(value)
+        text = base64.b64encode(made.getvalue()).decode()
         self.channel.put(f"{self._folder}/{place}", text)
 
     def _read(self, place: str, other: int, what: str, failure: str = "") -> Any:
@@ -239,6 +246,10 @@ class Coordination:
                 said = True
                 _log.warning("waiting for process %d of %d, for %s", other, count, what)
         return pickle.loads(base64.b64decode(text))
+
+
+def _device(number: int) -> Any:
+    return next(device for device in jax.devices() if device.id == number)
 
 
 def check_alike(

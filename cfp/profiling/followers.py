@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from cfp.errors import CfpError
-from cfp.profiling.builder import BuildEnvironment, Built, Job, PlainMesh, build_here
+from cfp.profiling.builder import BuildEnvironment, Built, Job, build_here
 from cfp.profiling.collectives import build_probe_here, probe_of
 from cfp.profiling.compile_pool import CompilePool, default_threads
 from cfp.profiling.coordination import Coordination
@@ -55,11 +54,8 @@ class Follower:
         self.programs[program.fingerprint] = program
         self.talk.answer(number, program.fingerprint)
 
-    def build(
-        self, number: int, fingerprint: str, place: PlainMesh, task: Task
-    ) -> None:
+    def build(self, number: int, fingerprint: str, mesh: Mesh, task: Task) -> None:
         """Builds a task in a thread; answers with a failure's reason, or None."""
-        mesh = _mesh(place)
 
         def built() -> Built | ProfileRecord:
             try:
@@ -84,26 +80,17 @@ class Follower:
             compile_generators(program, mesh, task)
         return made
 
-    def run(self, number: int, what: int, place: PlainMesh, *how: Any) -> str:
+    def run(self, number: int, what: int, *how: Any) -> str:
         """Runs the program of a job; answers with a failure's reason, or ""."""
         built, orders = self.built[what].result(), self.talk.orders(number)
         assert isinstance(built, Built), "the leader runs what all have built"
-        kinds, feedback = how
+        kinds, mesh, feedback = how
 
         def run_all(run: Run) -> tuple[float]:
             for times in orders:
                 run(times)
             return (0.0,)  # The leader has the time.
 
-        record = execute_here(built, kinds, _mesh(place), feedback, run_all)
+        record = execute_here(built, kinds, mesh, feedback, run_all)
         self.talk.answer(number, record.reason)
         return record.reason
-
-
-def _mesh(place: PlainMesh) -> Mesh:
-    """The mesh of some devices of the program, by their ids."""
-    axes, ids = place
-    known = {device.id: device for device in jax.devices()}
-    devices = np.array([known[one] for one in ids])
-    names = tuple(name for name, _ in axes)
-    return Mesh(devices.reshape([size for _, size in axes]), names)

@@ -14,12 +14,11 @@ import contextlib
 import json
 import logging
 import os
-import socket
 import threading
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from sqlite3 import Connection
 from typing import Literal
@@ -89,12 +88,8 @@ class Operation:
     def key(self) -> str:
         return ProfileKey(self.parts).digest
 
-    @property
-    def words(self) -> str:
-        """The word for it, to users."""
-        return "running" if self.doing == "run" else "compiling"
 
-
+_WORDS = {"run": "running", "build": "compiling"}  # To users.
 # Nobody: of what a process has died.
 _DEAD = ""
 Cause = tuple[Status, str]  # As of a record: its status, and the reason.
@@ -110,22 +105,15 @@ def operations(connection: Connection) -> dict[str, list[Operation]]:
     return found
 
 
-def owned_by(pid: int) -> str:
-    """The beginning of the owners of a process's operations."""
-    return f"{socket.gethostname()}:{pid}:{_started(pid)}:"
-
-
 def is_alive(owner: str) -> bool:
-    """True if a process lives; another host's does not count."""
-    host, pid, started, _ = owner.rsplit(":", 3)
-    if host != socket.gethostname():
-        return False
+    """True if the process that owns operations lives."""
+    pid, _, started = owner.partition(":")
     try:
         os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
     except PermissionError:
         pass
+    except (ProcessLookupError, ValueError):
+        return False
     return _started(int(pid)) == started
 
 
@@ -158,7 +146,7 @@ def settle(
             if _is_done(store, one):
                 _write(connection, _DEAD, one.key, None)
         for owner, mine in every.items():
-            is_asked = pid is not None and owner.rsplit(":", 3)[1] == str(pid)
+            is_asked = owner.startswith(f"{pid}:")
             if is_alive(owner) and not is_asked:
                 continue
             connection.execute("DELETE FROM in_flight WHERE owner = ?", (owner,))
@@ -183,16 +171,15 @@ def settle(
 def forget(store: ProfileStore, pid: int) -> None:
     """Forgets what a process was at, which was ended from outside."""
     with store.transaction() as connection:
-        like = (f"{owned_by(pid).rsplit(':', 2)[0]}:%",)
-        connection.execute("DELETE FROM in_flight WHERE owner LIKE ?", like)
+        connection.execute("DELETE FROM in_flight WHERE owner LIKE ?", (f"{pid}:%",))
 
 
 def is_late(store: ProfileStore, pid: int) -> bool:
     """True if a process is at something for too long."""
     with store.transaction() as connection:
         every = operations(connection)
-    mine = [owner for owner in every if owner.startswith(owned_by(pid))]
-    return any(_is_overdue(one) for owner in mine for one in every[owner])
+    mine = [every[owner] for owner in every if owner.startswith(f"{pid}:")]
+    return any(map(_is_overdue, chain(*mine)))
 
 
 def _is_overdue(one: Operation) -> bool:
@@ -212,7 +199,7 @@ def _is_done(store: ProfileStore, one: Operation) -> bool:
 
 
 def _record(store: ProfileStore, one: Operation, why: Cause) -> None:
-    status, reason = why[0], f"{why[1]} while {one.words} it"
+    status, reason = why[0], f"{why[1]} while {_WORDS[one.doing]} it"
     record = ProfileRecord(key=one.key, parts=one.parts, status=status, reason=reason)
     store.put(record, replace=True)
     _log.warning(
@@ -241,7 +228,7 @@ class InFlight:
         self._store = store
         self._program = program
         self.limits = limits or Limits()
-        self._owner = f"{owned_by(os.getpid())}{uuid.uuid4().hex[:8]}"
+        self._owner = f"{os.getpid()}:{_started(os.getpid())}"
         self._mine: dict[str, Operation] = {}
         self._lock = threading.RLock()
         self._closed = threading.Event()
@@ -255,8 +242,8 @@ class InFlight:
         with self._lock:
             self._closed.set()
             with self._store.transaction() as connection:
-                where = "DELETE FROM in_flight WHERE owner = ?"
-                connection.execute(where, (self._owner,))
+                for digest in self._mine:
+                    _write(connection, self._owner, digest, None)
 
     def at_once(self, digests: Iterable[str], most: int) -> int:
         """Limits the builds at once: to one, where a process may have died of some."""
@@ -314,6 +301,6 @@ class InFlight:
                             "%s: %s for more than %.0f s; it may hang. If this process "
                             "is ended now, that is noted, and it is not tried again",
                             one.label,
-                            one.words,
+                            _WORDS[one.doing],
                             one.limit_seconds,
                         )

@@ -5,8 +5,8 @@ at a time in the given order, as a compile beside a run slows it (docs/decisions
 "Building does not overlap running").
 
 Each build and run is noted in the store first, so that a process that dies leaves a
-record (`cfp.profiling.in_flight`). Processes with one store measure in turn, a batch
-each, and take over what the others have measured.
+record (`cfp.profiling.in_flight`). Processes that measure the same for one store take
+turns, a batch each, and take over what the others have measured.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class _Run:
             self.tell(waiting[0].label, "wait")
 
         while waiting and not self.is_late():
-            with self.store.alone(wait):
+            with self.store.alone(self.jobs, wait):
                 waiting = self._unknown(waiting)
                 batch, waiting = waiting[:size], waiting[size:]
                 built = build_all(

@@ -23,7 +23,6 @@ from cfp.profiling.builder import (
     Job,
     build,
     is_out_of_memory,
-    plain_mesh,
     reason_of,
 )
 from cfp.profiling.compile_pool import default_threads
@@ -130,8 +129,7 @@ def execute(
     if (talk := leading(mesh)) is None:
         return execute_here(built, *how, lambda run: measure(run, timing).samples_ms)
     assert built.shared is not None, "it was built in all processes"
-    what = plain_mesh(mesh), tuple(kinds), tuple(feedback)
-    number = talk.say("run", built.shared.number, *what)
+    number = talk.say("run", built.shared.number, *how)
     order = talk.order(number)
     timed = partial(measure, options=timing, announce=order)
     record = execute_here(built, *how, lambda run: timed(run).samples_ms)

@@ -78,9 +78,13 @@ class ProfileStore:
                 self._connection.close()
             self._connection = None
 
-    def alone(self, waits: Callable[[], object]) -> AbstractContextManager[None]:
-        """Has this process alone measure for the store; `waits` tells that it waits."""
-        return locked(self.path.with_name(f"{self.path.name}.measuring"), waits)
+    def alone(
+        self, keys: Iterable[str], waits: Callable[[], object]
+    ) -> AbstractContextManager[None]:
+        """Has this process alone measure some jobs; `waits` tells that it waits."""
+        # Of one lock for each job few would be used: others seldom share a letter.
+        name = f"{self.path.name}.measuring-{min(keys)[0]}"
+        return locked(self.path.with_name(name), waits)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:

@@ -11,8 +11,8 @@ something else than the rest.
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,12 +48,12 @@ def break_planning(fault: str) -> None:
     """Has something go wrong in the middle of planning."""
     if fault in ("die-planning", "raise-planning"):
 
-        def orders(self: Coordination, number: int) -> Iterator[int]:
+        def broken(self: Coordination, number: int) -> Any:
             if fault == "die-planning":
                 end()
             raise MemoryError("no room left in this process")
 
-        Coordination.orders = orders  # pyright: ignore
+        Coordination.order = Coordination.orders = broken
     if fault == "die-compiling":
         followers.build_here = lambda *_: end()
     if fault == "other-jax":

@@ -77,7 +77,7 @@ def finish(process: Process) -> list[list[dict[str, Any]]]:
 def is_at(folder: Path, process: Process, doing: str = "", what: str = "") -> bool:
     """Returns True if a process has marked something of this kind as what it is at."""
     every = of_living(folder).items()
-    mine = [m for o, marks in every if f":{process.pid}:" in o for m in marks]
+    mine = [m for o, marks in every if o.startswith(f"{process.pid}:") for m in marks]
     return any(
         doing in ("", mark.doing) and (not what or ("what", what) in mark.parts)
         for mark in mine

@@ -114,7 +114,7 @@ def kill_command(folder: Path) -> bool:
     What begins quickly is not the process that was started.
     """
     for owner in of_living(folder):
-        pid = owner.rsplit(":", 3)[1]
+        pid = owner.partition(":")[0]
         state = Path(f"/proc/{pid}/stat").read_text()
         os.kill(int(state.rpartition(")")[2].split()[1]), signal.SIGKILL)
         return True

@@ -212,7 +212,7 @@ def test_suspects_are_built_one_at_a_time(shop, store):
 
 def test_what_another_process_is_at_is_waited_for(shop, store):
     events, other = [], ExitStack()
-    other.enter_context(store.alone(pytest.fail))
+    other.enter_context(store.alone(digests("abc"), pytest.fail))
 
     def tell(event: Progress) -> None:
         events.append((event.phase, event.label))

@@ -165,9 +165,9 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Shows a notebook the small form of the page of ``cfp show --html``."""
-        from cfp.view.page import small_html
+        from cfp.view.page import page_html
 
-        return small_html(self)
+        return page_html(self, is_small=True)
 
     # -- shardings -----------------------------------------------------------
 

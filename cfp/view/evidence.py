@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import starmap
 from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
@@ -73,9 +74,6 @@ def with_figures(
     return replace(plan, figures=found)
 
 
-_Left = tuple[str, str, str]  # The kernel, the source and the reason.
-
-
 def _kernels(
     analysis: Analysis,
     layout: Layout,
@@ -83,8 +81,12 @@ def _kernels(
     replacing: Replacing,
     failed: Mapping[SegmentKernels, str],
     problem: Problem | None,
-) -> Iterator[_Left]:
-    """Lists attentions without a kernel, and preferred kernels that cannot be used."""
+) -> Iterator[tuple[str, str, str]]:
+    """Lists attentions without a kernel, and preferred kernels that cannot be used.
+
+    Yields:
+        The kernel, the source and the reason.
+    """
     program = analysis.frame.program
     if not was_searched(program) or not (replacing.attention or choice.kernels):
         return
@@ -195,18 +197,6 @@ def _searched(
 
 # ------------------------------------------------------------ worth of kinds of choices
 
-SHARDING = "sharding"
-OPTIONS = "compiler options"
-
-# Of each kind of choice whether an option of a segment goes without it.
-_OF_SEGMENTS: Mapping[str, Callable[[SegmentChoice], bool]] = MappingProxyType(
-    {
-        "storage": lambda one: one.storage is Storage.USED,
-        "rematerialization": lambda one: not one.remat,
-        "attention kernels": lambda one: not one.kernels.attention,
-    }
-)
-
 
 def worth(
     analysis: Analysis, problem: Problem, raced: Sequence[tuple[Candidate, float]] = ()
@@ -225,30 +215,28 @@ def worth(
         ]
 
     shared = {(kind, one.strategies) for kind, one in parts_of(plain)}
-
-    def goes_without(name: str, kind: int, one: SegmentChoice) -> bool:
-        if name == SHARDING:
-            return (kind, one.strategies) in shared
-        return _OF_SEGMENTS[name](one)
-
+    # Of each kind of choice whether an option of a segment goes without it.
+    goes_without: Mapping[str, Callable[[int, SegmentChoice], bool]] = {
+        "sharding": lambda kind, one: (kind, one.strategies) in shared,
+        "storage": lambda _, one: one.storage is Storage.USED,
+        "rematerialization": lambda _, one: not one.remat,
+        "attention kernels": lambda _, one: not one.kernels.attention,
+    }
     found = []
-    for name in (SHARDING, *_OF_SEGMENTS, OPTIONS):
+    for name in (*goes_without, "compiler options"):
+        lacks = goes_without.get(name)
         without = [
             ms
             for one, ms in raced
-            if (
-                not one.options
-                if name == OPTIONS
-                else all(goes_without(name, *part) for part in parts_of(one.choice))
-            )
+            if (all(starmap(lacks, parts_of(one.choice))) if lacks else not one.options)
         ]
         times = None
         is_measured = 0 < len(without) < len(raced)
         if is_measured:
             times = min(ms for _, ms in raced), min(without)
-        elif name != OPTIONS:
+        elif lacks:
             kept = [
-                [i for i, o in enumerate(row) if goes_without(name, kind, o.candidate)]
+                [i for i, o in enumerate(row) if lacks(kind, o.candidate)]
                 for kind, row in enumerate(problem.options)
             ]
             times = _predicted(problem, kept)
@@ -279,9 +267,6 @@ def _predicted(
 # ----------------------------------------------------- names and words for choices
 
 
-NO_PRESET = "no preset"
-
-
 def option_names(
     analysis: Analysis, options: Sequence[Sequence[Option]]
 ) -> list[list[str]]:
@@ -302,11 +287,10 @@ def option_names(
             candidate = option.candidate
             alike = candidate.strategies, candidate.storage
             name = names.setdefault(alike, f"strategy {number}")
-            kernels = candidate.kernels
-            also = [] if name in by_name else [NO_PRESET]
-            also += [kernels_text(kernels)] if kernels else []
-            also += [REMATERIALIZED] if candidate.remat else []
-            texts.append(f"{name} ({', '.join(also)})" if also else name)
+            also = ["no preset" * (name not in by_name)]
+            also += [kernels_text(candidate.kernels), REMATERIALIZED * candidate.remat]
+            text = ", ".join(filter(None, also))
+            texts.append(f"{name} ({text})" if text else name)
         found.append(texts)
     return found
 

@@ -22,17 +22,12 @@ from cfp.view.throughput import throughput
 _FOLDER = Path(__file__).parent
 
 
-def page_html(plan: Plan) -> str:
-    """Renders a page with its own style; it loads nothing else."""
-    return _render(plan, is_small=False)
+def page_html(plan: Plan, is_small: bool = False) -> str:
+    """Renders a page with its own style; it loads nothing else.
 
-
-def small_html(plan: Plan) -> str:
-    """Renders a plan as a part of a page, for notebooks."""
-    return _render(plan, is_small=True)
-
-
-def _render(plan: Plan, is_small: bool) -> str:
+    Args:
+        is_small: True for a part of a page, without the last tables, for notebooks.
+    """
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
         # Names in a plan are those of any program, or of any file.

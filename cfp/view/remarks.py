@@ -44,11 +44,6 @@ def unplanned_text(plan: Plan) -> str:
     return f"{text}: {_MORE_TIME}"
 
 
-def _unmeasured(plan: Plan) -> Values:
-    count = plan.search.get(UNMEASURED_STRATEGIES)
-    return counted(count, *words.STRATEGIES) if count else ()
-
-
 def _nothing_sharded(plan: Plan) -> Values:
     """Returns the unsharded part, the number of devices, and data parallel times."""
     devices = prod(size for _, size in plan.mesh_axes)
@@ -231,7 +226,7 @@ def _undivided(plan: Plan) -> Values:
 _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (unplanned_text, "{}"),
     (
-        _unmeasured,
+        _count(UNMEASURED_STRATEGIES, *words.STRATEGIES),
         f"time was too short to measure {{}}: {_MORE_TIME}, and what was measured is "
         "kept",
     ),

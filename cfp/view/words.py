@@ -23,8 +23,6 @@ STORAGE_WORDS = {
 _NONE_OF_ITS_OWN = "none of its own"
 STRATEGIES = "strategy", "strategies"  # for `cfp.printable.counted`
 SAME_MS = 0.0005  # Less does not show.
-NAME_WIDTH = 72
-MOST_NAMES = 4
 ALL_SECONDS = "planning_seconds"
 NONE_CAN = "no kernel that may be used can compute it"
 # Entries of `Plan.search` after `cfp verify`, which has measured the plan: it was made
@@ -66,9 +64,8 @@ def strategy_text(strategy: StrategyFigures) -> str:
     parts = [f"{few([*map(elided, names)])} {text}" for text, names in by_text.items()]
     if strategy.storage is not None:
         parts.append(f"parameters {STORAGE_WORDS[strategy.storage]}")
-    parts += [kernels_text(strategy.kernels)] if strategy.kernels else []
-    parts += [REMATERIALIZED] if strategy.rematerialized else []
-    return "; ".join(parts)
+    parts += [kernels_text(strategy.kernels), REMATERIALIZED * strategy.rematerialized]
+    return "; ".join(filter(None, parts))
 
 
 def tensor_text(tensor: TensorFigure) -> str:
@@ -102,13 +99,13 @@ def moves_text(moves: Sequence[MoveFigure]) -> str:
     return "; ".join(parts) or "-"
 
 
-def elided(name: str, width: int = NAME_WIDTH) -> str:
+def elided(name: str, width: int = 72) -> str:
     """Shortens a very long name in its middle."""
     half = (width - 3) // 2
     return name if len(name) <= width else f"{name[:half]}...{name[-half:]}"
 
 
-def few(texts: Sequence[str], between: str = ", ", most: int = MOST_NAMES) -> str:
+def few(texts: Sequence[str], between: str = ", ", most: int = 4) -> str:
     """Joins the first different texts, with the number of the others."""
     texts = [*dict.fromkeys(texts)]
     more = len(texts) - most
@@ -253,9 +250,8 @@ def budget_text(plan: Plan) -> str:
     if budget is None:
         return ""
     kind = kind_of(plan.environment.get("device_kind", ""))
-    whole = kind and kind.memory_bytes
-    is_known = whole is not None and budget <= whole
-    of = f"the {format_bytes(whole)} of " if whole and is_known else ""
+    whole = (kind and kind.memory_bytes) or 0
+    of = f"the {format_bytes(whole)} of " if budget <= whole else ""
     text = f"a plan may use {format_bytes(budget)} of {of}each device"
     if reserve := round(plan.search.get(RESERVE_BYTES, 0.0)):
         asked, kept = map(format_bytes, (budget + reserve, reserve))

@@ -7,7 +7,7 @@ import pytest
 
 from cfp.plan.plan import Plan
 from cfp.printable import one_line, printable
-from cfp.view.page import page_html, small_html
+from cfp.view.page import page_html
 from cfp.view.rows import blocks_rows, memory_rows, more_rows, race_rows, segments_of
 from cfp.view.text import plan_text
 from cfp_test.view.plans import RACE, as_data, layers, make_plan, row
@@ -73,9 +73,9 @@ class Page(HTMLParser):
 
 
 @pytest.mark.parametrize("plan", [DEEP, HOSTILE, make_plan([], [])])
-@pytest.mark.parametrize("render", [page_html, small_html])
-def test_a_page_stands_alone_and_is_well_formed(plan, render):
-    html = render(plan)
+@pytest.mark.parametrize("is_small", [False, True])
+def test_a_page_stands_alone_and_is_well_formed(plan, is_small):
+    html = page_html(plan, is_small)
     page = Page(html)
     assert page.open == []
     assert set(page.tags) <= set(ALLOWED)
@@ -104,7 +104,7 @@ def test_a_plan_comes_back_from_its_file_with_its_figures():
     assert Plan.from_json(as_data(DEEP)) == DEEP
     again = Plan.from_json(as_data(HOSTILE))
     assert page_html(again) == page_html(HOSTILE)
-    assert HOSTILE._repr_html_() == small_html(again)
+    assert HOSTILE._repr_html_() == page_html(again, is_small=True)
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,7 @@ def build_frame(
         blocks=blocks,
         groups=groups,
         paired=paired,
+        renewed={o: position for position, o in enumerate(paired) if o is not None},
         canonical=canonical,
         shardings=tuple(
             BlockSharding(program, b, axes, canonical, alike) for b in blocks
@@ -368,8 +369,5 @@ def enough_state(frame: Frame, lacking_bytes: int) -> list[list[HostState]]:
             break
         some.append(one)
         left -= one.size_bytes // ways
-    return (
-        [some, every]
-        if left <= 0 and len(some) < len(every)
-        else [every][: bool(every)]
-    )
+    is_part = left <= 0 and len(some) < len(every)
+    return [some, every] if is_part else [every][: bool(every)]

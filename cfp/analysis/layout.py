@@ -93,6 +93,7 @@ class Frame:
     blocks: tuple[Block, ...]
     groups: tuple[StorageGroup, ...]
     paired: tuple[int | None, ...]
+    renewed: Mapping[int, int]  # output -> the argument that it is the new value of
     canonical: Mapping[int, int]
     shardings: tuple[BlockSharding, ...]
     block_of: tuple[int, ...]  # op id -> block index, or -1
@@ -238,17 +239,17 @@ class Layout:
         return found
 
     def output_specs(self) -> tuple[Spec, ...]:
-        """The sharding of each output of the program: its argument's, if it has one."""
-        program = self.frame.program
-        specs = []
-        for v in program.outputs:
-            value = program.values[v]
-            found = self.spec(v) or ((),) * len(value.shape)
-            specs.append(even_spec(found, value.shape, self.frame.mesh))
-        for position, output in enumerate(self.frame.paired):
-            if output is not None:
-                specs[output] = self.arg_spec(position)
-        return tuple(specs)
+        """The sharding of each output of the program."""
+        return tuple(map(self.output_spec, range(len(self.frame.program.outputs))))
+
+    def output_spec(self, place: int) -> Spec:
+        """The sharding of an output of the program: its argument's, if it has one."""
+        if (position := self.frame.renewed.get(place)) is not None:
+            return self.arg_spec(position)
+        value = self.frame.program.outputs[place]
+        shape = self.frame.program.shape(value)
+        found = self.spec(value) or ((),) * len(shape)
+        return even_spec(found, shape, self.frame.mesh)
 
     def arg_spec(self, position: int) -> Spec:
         """The sharding of an argument of the program."""
@@ -330,8 +331,8 @@ class Layout:
         if (spec := self.read_spec(result)) is not None:
             return spec
         program = self.frame.program
-        for position, output in enumerate(self.frame.paired):
-            if output is not None and program.outputs[output] == result:
+        for output, position in self.frame.renewed.items():
+            if program.outputs[output] == result:
                 return self.arg_spec(position)
         made = op.yielded(op.results.index(result))
         specs = [*filter(None, map(self._made_spec, made))]

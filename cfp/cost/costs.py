@@ -23,7 +23,6 @@ from cfp.cost.memory import (
     accumulated_bytes,
     argument_bytes,
     can_rematerialize,
-    copied_results,
     fixed_bytes,
     host_bytes,
     host_results,
@@ -31,6 +30,7 @@ from cfp.cost.memory import (
     peak_bytes,
     residuals,
     residuals_under,
+    result_bytes,
     results_beside,
     spans_of,
     steps_of,
@@ -145,16 +145,15 @@ class Costs:
         measured: bool = True,
     ) -> None:
         self.analysis, self.rates, self._measured = analysis, rates, measured
+        frame, may = analysis.frame, may_rematerialize
         arguments, self._new_fixed_bytes = fixed_bytes(analysis)
-        self._copied = copied_results(analysis.frame)
         self.fixed_bytes = arguments + self._new_fixed_bytes
-        self._results = results_beside(analysis.frame)
-        self._renewed = set(self._results.values())
-        self._terms = Terms(analysis.frame, rates)
-        by_hand = () if measured else analysis.frame.program.ops
+        self._beside, outputs = results_beside(frame), frame.program.outputs
+        self._results = {outputs[place] for place, _ in self._beside}
+        self._terms = Terms(frame, rates)
+        by_hand = () if measured else frame.program.ops
         self.fixed_ms = sum(map(self._terms.manual_ms, by_hand))
         self._kinds = [analysis.segments[i] for i in analysis.representatives]
-        frame, may = analysis.frame, may_rematerialize
         self._able = [may and can_rematerialize(frame, one) for one in self._kinds]
         self._laid_out = cache(lambda i, plain: layout_of(analysis, {i: plain}))
         self._steps = cache(self._find_steps)
@@ -173,13 +172,10 @@ class Costs:
         segment, layout = self._kinds[kind], self._layout(kind, candidate)
         groups = (layout.frame.groups[index] for index in segment.groups)
         state = {p: argument_bytes(layout, p) for group in groups for p in group.args}
-        new = sum(size for p, size in state.items() if p in self._renewed)
-        added = accumulated_bytes(layout, segment)
-        if copied := [place for place, p in self._copied if p in state]:
-            outputs, specs = layout.frame.program.outputs, layout.output_specs()
-            new += sum(value_bytes(layout, outputs[i], specs[i]) for i in copied)
+        beside = [place for place, p in self._beside if p in state]
+        new, added = result_bytes(layout, beside), accumulated_bytes(layout, segment)
         held = residuals_under(layout, segment, candidate.remat, candidate.kernels)
-        residual = sum(value_bytes(layout, v) for v in held - self._results.keys())
+        residual = sum(value_bytes(layout, v) for v in held - self._results)
         return SegmentBytes(
             state_bytes=sum(state.values()) + new + added,
             new_bytes=new,

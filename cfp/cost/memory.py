@@ -130,24 +130,31 @@ def values_eliminated_by_kernel(
 # ------------------------------------------------------------------------- bytes
 
 
-def results_beside(frame: Frame) -> dict[int, int | None]:
+def results_beside(frame: Frame) -> list[tuple[int, int | None]]:
     """Results that take no donated argument's place: they are there beside them.
 
-    A compiler gives them memory for the whole of an execution.
+    A compiler gives them memory for the whole of an execution. Copies are among them:
+    arguments unchanged, and results again.
 
     Returns:
-        For each of these values the position of the argument that it is the new value
-        of, or None.
+        For each its place among the results, and the argument that it is or renews.
     """
     program = frame.program
+    positions = {v: position for position, v in enumerate(program.args)}
     renewed: dict[int, int] = {}
-    for position, output in enumerate(frame.paired):
-        if output is not None:  # One value that renews two takes the first one's place.
-            renewed.setdefault(program.outputs[output], position)
-    made = (v for v in program.outputs if program.values[v].producer >= 0)
-    in_host = host_results(program)
-    found = {v: renewed.get(v) for v in made if v not in in_host}
-    return {v: p for v, p in found.items() if p is None or program.alias[p] is None}
+    for output, position in frame.renewed.items():
+        # One value that renews two takes the first one's place.
+        renewed.setdefault(program.outputs[output], position)
+    in_host, seen = host_results(program), set[int]()
+    found: list[tuple[int, int | None]] = []
+    for place, v in enumerate(program.outputs):
+        position = positions.get(v, renewed.get(v))
+        donated = None if position is None else program.alias[position]
+        is_new = v in seen or (donated is None and v not in in_host)
+        if (donated != place) if v in positions else is_new:
+            found.append((place, position))
+        seen.add(v)
+    return found
 
 
 def host_results(program: Program) -> set[int]:
@@ -180,56 +187,23 @@ def host_bytes(layout: Layout, positions: Iterable[int]) -> tuple[int, int]:
     return kept, moved
 
 
-def copied_results(frame: Frame) -> list[tuple[int, int | None]]:
-    """Finds results that are copies: arguments unchanged, or results again.
-
-    Returns:
-        For each its place among the results, and the argument that it is or renews.
-    """
-    program = frame.program
-    positions = {v: i for i, v in enumerate(program.args)}
-    renewed = {
-        program.outputs[output]: position
-        for position, output in enumerate(frame.paired)
-        if output is not None
-    }
-    found, seen = list[tuple[int, int | None]](), set[int]()
-    for place, v in enumerate(program.outputs):
-        if v in positions:
-            if program.alias[positions[v]] != place:
-                found.append((place, positions[v]))
-        elif v in seen:
-            found.append((place, renewed.get(v)))
-        seen.add(v)
-    return found
-
-
 def fixed_bytes(analysis: Analysis) -> tuple[int, int]:
     """Computes the bytes of arguments that are no state, and of such results.
 
-    On each device; results that take a donated argument's place do not count, and
-    results that are copies do.
+    On each device; of results those beside the arguments count.
     """
     frame, state = analysis.frame, analysis.frame.group_of_arg
     layout = lay_out(frame, data_parallel(frame))
     given = (p for p in range(len(frame.program.args)) if p not in state)
-    renewed = results_beside(frame)
-    sizes = [s for v, s in result_bytes(layout).items() if renewed[v] not in state]
-    outputs, specs = frame.program.outputs, layout.output_specs()
-    sizes += [
-        value_bytes(layout, outputs[place], specs[place])
-        for place, position in copied_results(frame)
-        if position not in state
-    ]
-    return sum(argument_bytes(layout, p) for p in given), sum(sizes)
+    beside = (place for place, p in results_beside(frame) if p not in state)
+    return sum(argument_bytes(layout, p) for p in given), result_bytes(layout, beside)
 
 
-def result_bytes(layout: Layout) -> dict[int, int]:
-    """Computes the bytes of results that take no donated argument's place."""
+def result_bytes(layout: Layout, places: Iterable[int] | None = None) -> int:
+    """Computes the bytes of some results, or of all that are beside arguments."""
     outputs = layout.frame.program.outputs
-    specs = dict(zip(outputs, layout.output_specs(), strict=True))
-    beside = results_beside(layout.frame)
-    return {value: value_bytes(layout, value, specs[value]) for value in beside}
+    places = dict(results_beside(layout.frame)) if places is None else places
+    return sum(value_bytes(layout, outputs[p], layout.output_spec(p)) for p in places)
 
 
 def argument_bytes(layout: Layout, position: int) -> int:

@@ -184,9 +184,8 @@ def propagated(frame: Frame) -> Mapping[str, Choice]:
         for position in group.args:
             arguments[position] = frame.pins.get(position, wide)
     outputs: list[Spec | None] = [None] * len(program.outputs)
-    for position, output in enumerate(frame.paired):
-        if output is not None:
-            outputs[output] = arguments[position]
+    for output, position in frame.renewed.items():
+        outputs[output] = arguments[position]
     found: dict[str, Choice] = {}
     for name in PROPAGATED:
         values = activations(frame) if name == BY_HAND else {}

@@ -47,7 +47,7 @@ def over_budget(
     needed = best.memory_bytes + reserve_bytes
     choice = whole_choice(analysis, problem, best)
     held = problem.fixed_bytes + problem.state_bytes(best.picks)
-    results = sum(result_bytes(lay_out(analysis.frame, choice)).values())
+    results = result_bytes(lay_out(analysis.frame, choice))
     use = {
         ARGUMENTS: held - results,
         RESULTS: results,

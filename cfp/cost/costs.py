@@ -40,7 +40,6 @@ from cfp.cost.memory import (
 )
 from cfp.cost.terms import CAUSAL_SHARE, Terms
 from cfp.profiling.rates import Rates
-from cfp.program.graph import dtype_bytes
 from cfp.settings import HOST_BYTES_PER_MS, LIMITED_MEMORY_AT_LEAST
 
 
@@ -341,9 +340,7 @@ class Costs:
                 views = _views(maker[0], reader[0], v)
                 if not views and maker[0].read_spec(v) == wants[0]:
                     continue  # It is gathered so for the segment that stores it, too.
-                read = (program.values[program.ops[op].results[0]] for op in views)
-                least = min(dtype_bytes(one.dtype) for one in (value, *read))
-                size = size * least / dtype_bytes(value.dtype)
+                size *= terms.narrowed(views, v)
             moves = [(have, partial, wants[0]), *((wants[0], (), w) for w in wants[1:])]
             once = sum(terms.transition_ms(size, *move, group) for move in moves)
             total += terms.turns(v) * once

@@ -288,7 +288,7 @@ class Terms:
         if mode is Storage.OPTIMIZER:
             moves = self.transition_ms(size, wide, (), used, index)
         elif mode is not Storage.USED:
-            read = size * self._narrowed(group.reads, main)
+            read = size * self.narrowed(group.reads, main)
             for want in wants or (used,):
                 once = self.transition_ms(read, wide, (), want, index)
                 moves += self.turns(main) * once
@@ -338,7 +338,7 @@ class Terms:
         main = self.frame.program.args[self.frame.groups[index].args[0]]
         return terms.reads.get(self.same(main), ())
 
-    def _narrowed(self, reads: Sequence[int], main: int) -> float:
+    def narrowed(self, reads: Sequence[int], main: int) -> float:
         """Returns the factor by which a cast shrinks a parameter before its use."""
         program = self.frame.program
         whole = dtype_bytes(program.values[main].dtype)

@@ -175,10 +175,9 @@ def read(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
     """
     data = dict(data)
     if isinstance(start := data.pop("kind", None), str):
-        name, base = _shipped(start)
-        base["measured"] = {
-            k: number for k, number in base.get("measured", {}).items() if k not in data
-        }
+        base = kind(start).model_dump(by_alias=True, exclude_unset=True)
+        measured = base.get("measured", {}).items()
+        base["measured"] = {k: number for k, number in measured if k not in data}
         if "link_gb_per_s" in data:
             base.pop("curves", None)
         data = base | data
@@ -197,45 +196,37 @@ def read(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
         ) from error
 
 
-def _shipped(name: str) -> tuple[str, dict[str, Any]]:
-    """Returns a shipped kind's file name and contents."""
-    known = kinds()
-    if name.lower() not in known:
-        raise CfpError(
-            f"There is no kind of device {name!r}. {known_names(name, known)} A file "
-            'describes another: --for cluster.toml, cfp.described("cluster.toml").'
-        )
-    file = known[name.lower()]
-    return file, tomllib.loads(_FOLDER.joinpath(f"{file}.toml").read_text())
-
-
 @cache
-def kinds() -> Mapping[str, str]:
-    """The shipped kinds: the file's name by each name that it goes by."""
+def kinds() -> Mapping[str, DeviceKind]:
+    """The shipped kinds, by each name that they go by."""
     found = {}
     for file in _FOLDER.iterdir():
         if file.name.endswith(".toml"):
-            name = file.name.removesuffix(".toml")
-            aliases = tomllib.loads(file.read_text(encoding="utf-8"))["aliases"]
-            found |= dict.fromkeys((name, *aliases), name)
+            data = tomllib.loads(file.read_text(encoding="utf-8"))
+            one = read(data, file.name.removesuffix(".toml"), file.name)
+            found |= dict.fromkeys((one.name, *one.aliases), one)
     return dict(sorted(found.items()))
 
 
-@cache
 def kind(name: str) -> DeviceKind:
     """Returns a shipped kind by its name.
 
     Raises:
         CfpError: the name is unknown.
     """
-    return read({"kind": name}, name, name)
+    if (known := kinds().get(name.lower())) is None:
+        raise CfpError(
+            f"There is no kind of device {name!r}. {known_names(name, kinds())} A file "
+            'describes another: --for cluster.toml, cfp.described("cluster.toml").'
+        )
+    return known
 
 
 @cache
 def kind_of(device_kind: str) -> DeviceKind | None:
     """Returns a shipped kind by JAX's name for it, or None."""
-    shipped = map(kind, sorted({*kinds().values()}))
-    return next((one for one in shipped if one.device_kind == device_kind), None)
+    every = kinds().values()
+    return next((one for one in every if one.device_kind == device_kind), None)
 
 
 def description_of(mesh: Mesh, rates: Rates) -> str:

@@ -255,7 +255,7 @@ class Plan:
         check_arguments(self.arg_names, self.arg_types, step)
         check_donated(self.donated, step)
         step = step.with_state_in_host(self.in_host).with_donated(self.donated)
-        return step.with_weak_types(self.weak)
+        return step.with_weak_types(step.weak.union(self.weak))
 
     def as_in_file(self) -> Plan:
         """Returns the plan without step, devices and programs, as in a file."""

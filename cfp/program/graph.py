@@ -438,7 +438,7 @@ def numpy_dtype(element: str) -> np.dtype:
     """The dtype of an MLIR element type."""
     if element in _DTYPES:
         return jnp.dtype(_DTYPES[element])
-    if element[:2] in ("f8", "f4"):
+    if element[:2] in ("f8", "f6", "f4"):
         return jnp.dtype(f"float{element[1]}_{element[2:].lower()}")
     if element.startswith("ui"):
         return jnp.dtype(f"uint{element[2:]}")

@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from cfp.program import shardy
 from cfp.program.constrain import Constraints, constrain, located, partition_spec
-from cfp.program.graph import Op, Program, Spec, numpy_dtype, searched_once
+from cfp.program.graph import Op, Program, Spec, numpy_dtype, reached, searched_once
 from cfp.program.memory import in_memory, on_auto_mesh, placed_avals
 from cfp.program.replace import erase_unread
 
@@ -132,40 +132,27 @@ def whole(program: Program) -> Part:
 
 @searched_once
 def _cut(program: Program, wanted: tuple[int, ...]) -> Part:
-    chosen = set(wanted)
-    stack = list(chosen)
-    while stack:
-        op = program.ops[stack.pop()]
-        reads = [*op.reads]
-        for inner in op.body:
-            reads.extend(program.ops[inner].operands)
-        for v in reads:
-            producer = program.values[v].producer
-            is_new_leaf = program.is_leaf(v) and producer not in chosen
-            if is_new_leaf and program.is_top_level(producer):
-                chosen.add(producer)
-                stack.append(producer)
-        chosen.update(op.body)
-    inside = {
-        r for i in chosen for r in (*program.ops[i].results, *program.ops[i].entries)
-    }
-    inputs: dict[int, None] = {}
-    outputs: dict[int, None] = {}
-    for op_id in sorted(chosen):
-        op = program.ops[op_id]
-        for v in op.reads:
-            if v not in inside:
-                inputs[v] = None
-        if not program.is_top_level(op_id) or op_id in program.leaf_ops:
-            continue
-        for r in op.results:
-            if any(user not in chosen for user, _ in program.users[r]):
-                outputs[r] = None
-    made = {r for i in chosen for r in program.ops[i].results}
-    for v in program.outputs:
-        if v in made:
-            outputs[v] = None
-    top = tuple(i for i in sorted(chosen) if program.is_top_level(i))
+    ops = program.ops
+
+    def constants(op: int) -> list[int]:
+        inner = (v for i in ops[op].body for v in ops[i].operands)
+        makers = {program.values[v].producer for v in (*ops[op].reads, *inner)}
+        return [i for i in makers & program.leaf_ops if program.is_top_level(i)]
+
+    chosen = sorted(program.with_bodies(reached(wanted, constants)))
+    top = tuple(i for i in chosen if program.is_top_level(i))
+    made = {r for i in chosen for r in ops[i].results}
+    inside = made.union(*(ops[i].entries for i in chosen))
+    inputs = dict.fromkeys(v for i in chosen for v in ops[i].reads if v not in inside)
+    known = {*chosen}
+    outputs = dict.fromkeys(
+        r
+        for i in top
+        if i not in program.leaf_ops
+        for r in ops[i].results
+        if any(user not in known for user, _ in program.users[r])
+    )
+    outputs |= dict.fromkeys(v for v in program.outputs if v in made)
     return Part(top, tuple(inputs), tuple(outputs))
 
 

@@ -309,7 +309,7 @@ class _Reader:
 def _trip_count(op: ir.Operation) -> int | None:
     """The number of iterations of a counted loop; None where it is not known."""
     counter = shardy.counter_of(op) if op.name == "stablehlo.while" else None
-    return None if counter is None else counter.limit - counter.start
+    return None if counter is None else len(counter[1])
 
 
 def _manual_shardings(op: ir.Operation) -> tuple[Spec, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -309,19 +308,15 @@ def normalise(module: ir.Module) -> int:
     with module.context, ir.Location.unknown():
         run_passes(module, _INLINE)
         function = main_function(module)
+        # What a composite stands for is no program of its own, but may call others.
         for op in every_op(module):
             if op.name == "sdy.data_flow_edge":
                 forward(op, [op.operands[0]])
-        for each in functions(module.operation):
-            # What a composite stands for is no program of its own, but may call others.
-            for op in walk(each) if each != function else ():
-                if op.name == "sdy.named_computation":
-                    _inline(op)
+            elif op.name == "sdy.named_computation":
+                _inline(op)
         erased = 0
         for op in walk(function):
-            if op.name == "sdy.named_computation":
-                _inline(op)
-            elif op.name == "sdy.sharding_constraint":
+            if op.name == "sdy.sharding_constraint":
                 erased += 1
                 forward(op, [op.operands[0]])
             elif op.name == "stablehlo.convert":
@@ -340,41 +335,38 @@ def normalise(module: ir.Module) -> int:
 
 
 def _tidy_moves(function: ir.Operation) -> None:
-    """Leaves out moves to where a value is already, and sorts the others."""
+    """Leaves out moves to where a value is already, and puts the others in order.
+
+    Arguments move to devices where they are first read, results away where made.
+    """
     [block] = function.regions[0].blocks
-    for op in [o.operation for o in block.operations]:
-        if not moves_to_memory(op) or (maker := owner_of(op.operands[0])) is None:
-            continue
-        where = memory_of_move(maker) if moves_to_memory(maker) else "device"
-        if memory_of_move(op) == where:
+    moves = []
+    for op in filter(moves_to_memory, [one.operation for one in block.operations]):
+        maker = owner_of(op.operands[0])
+        is_moved = maker is not None and moves_to_memory(maker)
+        where = memory_of_move(maker) if maker and is_moved else "device"
+        if maker is not None and memory_of_move(op) == where:
             forward(op, [op.operands[0]])
-    _move_late(function)
-
-
-def _move_late(function: ir.Operation) -> None:
-    """Moves arguments to devices where they are first read, results away where made."""
-    [block] = function.regions[0].blocks
-    moves = [op.operation for op in block.operations if moves_to_memory(op.operation)]
-    if not moves:
-        return
-    places = {op.operation: i for i, op in enumerate(block.operations)}
-
-    def place(use: ir.OpOperand) -> int:
-        op = use.owner.operation
-        while op not in places:
-            assert op.parent is not None, "a value is read inside its function"
-            op = op.parent.operation
-        return places[op]
-
-    ops = [*places]
+        else:
+            moves.append(op)
+    ops = [one.operation for one in block.operations] if moves else []
+    places = {op: number for number, op in enumerate(ops)}
     for op in moves:
         [value], [result] = op.operands, op.results
-        readers = [place(use) for use in result.uses]
+        readers = [places[_within(use.owner, function)] for use in result.uses]
         if (maker := owner_of(value)) is None:
             if readers:
                 op.move_before(ops[min(readers)])
         elif all(ops[i] is ops[-1] for i in readers):
             op.move_after(maker)
+
+
+def _within(op: Any, parent: Any) -> ir.Operation:
+    """The op in another one's own block that an op is, or stands in."""
+    op = op.operation
+    while op.parent != parent:
+        op = op.parent.operation
+    return op
 
 
 def _separate_constants(function: ir.Operation) -> None:
@@ -390,11 +382,7 @@ def _separate_constants(function: ir.Operation) -> None:
             if constant is None or not _is_small_constant(constant):
                 continue
             merged[constant] = None
-            before = op.operation
-            while before.parent != constant.parent:
-                assert before.parent is not None, "a value is read inside its region"
-                before = before.parent.operation
-            with ir.InsertionPoint(before):
+            with ir.InsertionPoint(_within(op, constant.parent)):
                 op.operands[index] = constant.clone().results[0]
     for constant in merged:
         constant.erase()
@@ -487,26 +475,14 @@ def missing_pipelines() -> dict[str, str]:
     return missing
 
 
-@dataclass(frozen=True, slots=True)
-class Counter:
-    """The counter of a loop.
-
-    Attributes:
-        place: of the counter among what the loop carries.
-        start: its first value.
-        limit: at this value the loop ends.
-    """
-
-    place: int
-    start: int
-    limit: int
-
-
-def counter_of(loop: ir.Operation) -> Counter | None:
+def counter_of(loop: ir.Operation) -> tuple[int, range] | None:
     """Returns the counter of a loop; None without one, or of unknown range.
 
     Reads JAX's form of ``scan`` and ``fori_loop``: the condition compares a counter
     with a constant, and the body adds a constant to it.
+
+    Returns:
+        Its place among what the loop carries, and its values by steps of one.
     """
     condition = loop.regions[0].blocks[0]
     test = owner_of(returned(loop.regions[0])[0])
@@ -514,28 +490,26 @@ def counter_of(loop: ir.Operation) -> Counter | None:
         return None
     if "LT" not in str(test.attributes["comparison_direction"]):
         return None
-    place = _place(test.operands[0], condition)
+    place, of_limit = (_place(value, condition) for value in test.operands)
     if place is None:
         return None
-    start = _integer(loop.operands[place])
-    limit = _integer(_entering(test.operands[1], condition, loop))
-    if start is None or limit is None:
-        return None
-    return Counter(place, start, limit)
+    limit = test.operands[1] if of_limit is None else loop.operands[of_limit]
+    start, end = _integer(loop.operands[place]), _integer(limit)
+    return None if start is None or end is None else (place, range(start, end))
 
 
 def _runs_once(loop: ir.Operation) -> bool:
     """Returns True if the counter is below its limit at first, and then no more."""
-    counter, body = counter_of(loop), loop.regions[1].blocks[0]
-    if counter is None:
+    if (counter := counter_of(loop)) is None:
         return False
-    step = owner_of(returned(loop.regions[1])[counter.place])
+    place, values = counter
+    step = owner_of(returned(loop.regions[1])[place])
     if step is None or step.name != "stablehlo.add":
         return False
-    if _place(step.operands[0], body) != counter.place:
+    if _place(step.operands[0], loop.regions[1].blocks[0]) != place:
         return False
     added = _integer(step.operands[1])
-    return added is not None and counter.start < counter.limit <= counter.start + added
+    return added is not None and 0 < len(values) <= added
 
 
 def returned(region: ir.Region) -> list[ir.Value]:
@@ -552,16 +526,7 @@ def owner_of(value: ir.Value) -> ir.Operation | None:
 
 def _place(value: ir.Value, block: ir.Block) -> int | None:
     """The number of the block's argument that a value is, if it is one."""
-    for number, argument in enumerate(block.arguments):
-        if argument == value:
-            return number
-    return None
-
-
-def _entering(value: ir.Value, block: ir.Block, loop: ir.Operation) -> ir.Value:
-    """The value that enters a loop as one of its arguments, or the value itself."""
-    place = _place(value, block)
-    return value if place is None else loop.operands[place]
+    return ir.BlockArgument(value).arg_number if value.owner == block else None
 
 
 def _integer(value: ir.Value) -> int | None:

@@ -16,6 +16,7 @@ from collections.abc import (
     Iterator,
     Mapping,
     Sequence,
+    Set,
 )
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
@@ -220,12 +221,20 @@ class FlatStep:
         vars(other).update(kept)
         return other
 
-    def with_weak_types(self, places: Collection[int]) -> FlatStep:
-        """Returns the step with further weakly typed leaves."""
-        if all(self.avals[i].weak_type for i in places):
+    @cached_property
+    def weak(self) -> frozenset[int]:
+        """The weakly typed leaves."""
+        return frozenset(i for i, one in enumerate(self.avals) if one.weak_type)
+
+    def with_weak_types(self, places: Set[int]) -> FlatStep:
+        """Returns the step with other weakly typed leaves."""
+        if places == self.weak:
             return self
-        weak = [i in places or one.weak_type for i, one in enumerate(self.avals)]
-        return _with_weak_types(self, weak)
+        avals = (
+            jax.ShapeDtypeStruct(one.shape, one.dtype, weak_type=i in places)
+            for i, one in enumerate(self.avals)
+        )
+        return replace(self, avals=tuple(avals))
 
     def with_state_in_host(self, pairs: Sequence[tuple[int, int]]) -> FlatStep:
         """Returns the step with state in host memory between its calls.
@@ -432,30 +441,17 @@ def typed_as_returned(step: FlatStep) -> FlatStep:
         for places, tree in arguments_of(step.in_tree)
         if any(step.donated[i] for i in places)
     ]
-    weak = [aval.weak_type for aval in step.avals]
-    while any(weak[i] for places, _ in state for i in places):
-        before = list(weak)
+    while any(i in step.weak for places, _ in state for i in places):
         pairs = (
             zip(places, new, strict=True) for places, _, new in successors(step, state)
         )
         returned = [pair for some in pairs for pair in some]
-        for argument, result in returned:
-            weak[argument] &= result.weak_type
-        if weak == before:
-            for argument, _ in returned:
-                weak[argument] = False
-            restored = step if weak == before else _with_weak_types(step, weak)
+        strong = {argument for argument, result in returned if not result.weak_type}
+        if strong.isdisjoint(step.weak):
+            restored = step.with_weak_types(step.weak - {i for i, _ in returned})
             return restored if _do_the_same(step, restored) else step
-        step = _with_weak_types(step, weak)
+        step = step.with_weak_types(step.weak - strong)
     return step
-
-
-def _with_weak_types(step: FlatStep, weak: Sequence[bool]) -> FlatStep:
-    avals = (
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weakly)
-        for aval, weakly in zip(step.avals, weak, strict=True)
-    )
-    return replace(step, avals=tuple(avals))
 
 
 def _do_the_same(one: FlatStep, other: FlatStep) -> bool:

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_flatten, tree_unflatten
 
 from cfp.program import shardy
-from cfp.program.graph import Program, reached
+from cfp.program.graph import Program, numpy_dtype, reached
 from cfp.program.part import Part, Signature, aval, cut_out, signature
 from cfp.program.replace import Replacement
 from cfp.program.step import FlatStep
@@ -299,10 +299,7 @@ def _join(op: ir.Operation, reads: Sequence[ir.Type], perturbed: bool) -> None:
 
 def _finfo(kind: ir.Type) -> Any:
     """The range and the precision of a narrow float."""
-    name = str(ir.RankedTensorType(kind).element_type)
-    usual = {"bf16": "bfloat16", "f16": "float16"}
-    small = re.sub(r"f(\d)(\w+)", r"float\1_\2", name).lower()
-    return jnp.finfo(jnp.dtype(usual.get(name, small)))
+    return jnp.finfo(numpy_dtype(str(ir.RankedTensorType(kind).element_type)))
 
 
 def _perturb(value: ir.Value, kind: ir.Type, bit: int) -> ir.Value:

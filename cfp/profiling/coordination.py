@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copyreg
 import io
 import itertools
 import logging
@@ -217,8 +218,8 @@ class Coordination:
         made = io.BytesIO()
         pickler = pickle.Pickler(made)
         # Meshes travel: devices have the same numbers everywhere.
-        kind = type(jax.devices()[0])
-        pickler.dispatch_table = {kind: lambda device: (_device, (device.id,))}
+        own = {type(jax.devices()[0]): lambda device: (_device, (device.id,))}
+        pickler.dispatch_table = copyreg.dispatch_table | own
         pickler.dump(value)
         text = base64.b64encode(made.getvalue()).decode()
         self.channel.put(f"{self._folder}/{place}", text)

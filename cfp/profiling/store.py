@@ -152,12 +152,11 @@ class ProfileStore:
 
     def export(self, path: str | os.PathLike[str]) -> int:
         """Writes all records to a file of JSON lines, or none; returns how many."""
-        records = self.records()
-        target = Path(path)
+        records, target = self.records(), Path(path)
         unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
         try:
-            with unfinished.open("w", encoding="utf-8") as file:
-                file.writelines(record.to_json() + "\n" for record in records)
+            lines = (record.to_json() + "\n" for record in records)
+            unfinished.write_text("".join(lines), encoding="utf-8")
             unfinished.replace(target)
         except OSError as error:
             with contextlib.suppress(OSError):

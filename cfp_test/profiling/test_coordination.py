@@ -4,6 +4,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import pytest
 
 from cfp.errors import ProcessError
@@ -91,6 +92,19 @@ def test_a_follower_does_what_it_is_told_until_the_end(talks):
     # Both are at the same point, and no message is left.
     assert leader.number == follower.number == 2
     assert said(leader) == []
+
+
+def test_meshes_and_numbers_travel(talks):
+    leader, follower = talks
+    sent = jax.make_mesh((2,), ("x",), devices=jax.devices()[1:3]), 1 + 2j, "text"
+
+    def lead():
+        return leader.answers(leader.say("show", *sent)), leader.broadcast("")
+
+    def show(number, *values):
+        follower.answer(number, values == sent)
+
+    assert both(lead, lambda: follower.follow({"show": show}, id)) == [([True], ""), ""]
 
 
 @pytest.mark.parametrize("ours", [True, False])

@@ -303,9 +303,9 @@ class _Planning:
                     "in the memory of the host, too."
                 )
                 return
-            size = format_bytes(sum(state.size_bytes for state in some))
+            size = format_bytes(sum(some.values()))
             self.tell(name, f"planning again with {size} of state in host memory")
-            self.plan(one, in_host=[(state.argument, state.result) for state in some])
+            self.plan(one, in_host=[*some])
             if one.found is not None:
                 one.found = _with_host_figures(one.found, lacks.fastest_ms)
             if not isinstance(one.error, MemoryBudgetError):

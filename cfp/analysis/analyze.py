@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, islice
 from math import prod
 from typing import Any
 
@@ -317,41 +318,26 @@ def _fit(
 _LEAST_BYTES = 2**20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostState:
-    """An argument that may be in the memory of the host between steps.
-
-    Attributes:
-        result: which result is its new value.
-        size_bytes: of the whole array.
-    """
-
-    argument: int
-    result: int
-    size_bytes: int
+# Bytes of state, by the argument and the result that is its new value.
+HostState = Mapping[tuple[int, int], int]
 
 
-def movable_state(frame: Frame) -> list[HostState]:
+def movable_state(frame: Frame) -> HostState:
     """Finds the state that only its own update reads, the largest first."""
-    program, found = frame.program, []
+    program, found = frame.program, dict[tuple[int, int], int]()
     for group in frame.groups:
         for argument, result in zip(group.args, group.outputs, strict=True):
-            size = program.values[program.args[argument]].size_bytes
+            value = program.args[argument]
+            size = program.values[value].size_bytes
             is_kept = any(program.arg_memory[argument : argument + 1])
-            if (
-                result is not None
-                and argument not in group.read_args
-                and program.outputs[result] != program.args[argument]
-                and not is_kept
-                and size >= _LEAST_BYTES
-            ):
-                found.append(
-                    HostState(argument=argument, result=result, size_bytes=size)
-                )
-    return sorted(found, key=lambda one: (-one.size_bytes, one.argument))
+            if result is None or program.outputs[result] == value or is_kept:
+                continue
+            if argument not in group.read_args and size >= _LEAST_BYTES:
+                found[argument, result] = size
+    return dict(sorted(found.items(), key=lambda one: (-one[1], one[0])))
 
 
-def enough_state(frame: Frame, lacking_bytes: int) -> list[list[HostState]]:
+def enough_state(frame: Frame, lacking_bytes: int) -> list[HostState]:
     """Chooses what to keep in the memory of the host, the least first.
 
     Args:
@@ -361,13 +347,8 @@ def enough_state(frame: Frame, lacking_bytes: int) -> list[list[HostState]]:
     Returns:
         So much of the largest as is lacking, and all that there is.
     """
-    every = movable_state(frame)
-    ways = prod(size for _, size in frame.mesh)
-    some, left = list[HostState](), lacking_bytes
-    for one in every:
-        if left <= 0:
-            break
-        some.append(one)
-        left -= one.size_bytes // ways
-    is_part = left <= 0 and len(some) < len(every)
-    return [some, every] if is_part else [every][: bool(every)]
+    every, ways = movable_state(frame), prod(size for _, size in frame.mesh)
+    moved = accumulate(size // ways for size in every.values())
+    count = 1 + sum(size < lacking_bytes for size in moved)
+    some = dict(islice(every.items(), count))
+    return [some, every] if count < len(every) else [every][: bool(every)]

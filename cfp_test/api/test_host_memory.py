@@ -207,20 +207,21 @@ def test_state_that_only_its_update_reads_may_be_there():
     _, analysis = analysed()
     program = analysis.frame.program
     found = movable_state(analysis.frame)
-    names = [program.arg_names[one.argument] for one in found]
+    names = [program.arg_names[argument] for argument, _ in found]
     assert len(names) == 4 * LAYERS and not any("params" in name for name in names)
     assert all(
-        program.output_names[one.result].partition("/")[2]
-        == program.arg_names[one.argument].partition("/")[2]
-        for one in found
+        program.output_names[result].partition("/")[2]
+        == program.arg_names[argument].partition("/")[2]
+        for argument, result in found
     )
 
 
 def test_so_much_is_moved_as_is_lacking_and_then_all():
     _, analysis = analysed()
     every = movable_state(analysis.frame)
+    assert [*every.values()] == sorted(every.values(), reverse=True)
     some, rest = enough_state(analysis.frame, MIB)  # Half of each on a device.
-    assert some == every[:2] and rest == every
+    assert [*some] == [*every][:2] and rest == every
     assert enough_state(analysis.frame, 100 * MIB) == [every]
 
 
@@ -238,7 +239,7 @@ def test_float32_copies_of_parameters_may_be_there():
     flat = flatten_step(mixed, (state, X), donate_argnums=0)
     program, _ = trace(flat, AbstractMesh((2,), ("x",)))
     found = movable_state(analyze(program, (("x", 2),)).frame)
-    assert [program.arg_names[one.argument] for one in found] == ["state/master"]
+    assert [program.arg_names[one] for one, _ in found] == ["state/master"]
 
 
 # ----------------------------------------------------------------------- for GPUs
@@ -247,7 +248,7 @@ def test_float32_copies_of_parameters_may_be_there():
 def test_for_gpus_state_is_moved_where_its_update_reads_it():
     """It is on the device for its own update alone, also in the compiler's input."""
     flat, analysis = analysed()
-    pairs = [(one.argument, one.result) for one in movable_state(analysis.frame)]
+    pairs = [*movable_state(analysis.frame)]
     moved = flat.with_state_in_host(pairs)
     program, lowering = trace(moved, AbstractMesh((2,), ("x",)))
     assert len(program.output_memory) == len(program.outputs)

@@ -142,12 +142,9 @@ class Inserter:
     def _constraint(
         self, value: ir.Value, spec: Spec, location: ir.Location
     ) -> sdy.ShardingConstraintOp:
+        begin, after = ir.InsertionPoint.at_block_begin, ir.InsertionPoint.after
         owner = value.owner
-        if isinstance(owner, ir.Block):
-            point = ir.InsertionPoint.at_block_begin(owner)
-        else:
-            point = ir.InsertionPoint.after(owner)
-        with point:
+        with begin(owner) if isinstance(owner, ir.Block) else after(owner):
             return sdy.ShardingConstraintOp(value, self.attribute(spec), loc=location)
 
     def attribute(self, spec: Spec) -> ir.Attribute:

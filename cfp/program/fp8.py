@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
+from jax.sharding import AbstractMesh
 
 from cfp.errors import OptionError
 from cfp.program import shardy
@@ -39,28 +40,32 @@ from cfp.program.graph import Rewritten, numpy_dtype, path_matches
 
 TAKEN = "in FP8"
 PRECISION = r"fp8(:\d{1,9})?(,-[^,]+)*"
-_PRODUCT = "stablehlo.dot_general"
-_WRITE = "stablehlo.dynamic_update_slice"
 _NARROW = ("bf16", "f16")
 # What moves numbers and changes none.
 _MOVES = ("stablehlo.transpose", "stablehlo.reshape")
 # What a parameter passes through on its way to a product.
 _PASSES = (
     *_MOVES,
+    "stablehlo.optimization_barrier",
     "stablehlo.broadcast_in_dim",
     "stablehlo.convert",
     "stablehlo.slice",
     "stablehlo.dynamic_slice",
 )
+# Products need so many FLOPs for each number that is quantized: on an H200 these save
+# as much time as it takes (docs/fp8.md).
+_SLOWER = "quantizing takes longer than it saves", 3000.0
+_WITHOUT = "the devices have no FP8 products", 1e30
 # Sizes of a product that cuBLASLt has FP8 kernels for.
 _MULTIPLE = 16
 # The exponent that the largest magnitude gets: below 448 of e4m3, 57344 of e5m2.
 _EXPONENT = {"float8_e4m3fn": 7, "float8_e5m2": 14}
 _FORWARD, _GRADIENT = "float8_e4m3fn", "float8_e5m2"
 _EXPONENT_BITS = 0x7F800000
+_Copy = tuple[ir.Value, ir.Value]  # The numbers in FP8 and their scale.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Product:
     """A product and the roles of its operands.
 
@@ -80,23 +85,16 @@ class _Product:
     @property
     def is_forward(self) -> bool:
         """True if it is of a parameter, no vector, and of the forward pass alone."""
-        scope = shardy.location_name(self.op.location)
-        return (
-            self.weight >= 0 and "transpose(" not in scope and min(_sizes(self.op)) > 1
-        )
-
-
-# Products with fewer rows, columns or summed numbers are not faster in FP8.
-_LEAST_SIZE = 1024
+        is_first = "transpose(" not in shardy.location_name(self.op.location)
+        return self.weight >= 0 and is_first and min(_sizes(self.op)) > 1
 
 
 def read_precision(precision: str) -> tuple[int, list[str]]:
     """Reads a precision, such as ``fp8:64,-*/router``.
 
     Returns:
-        The least size of products, by default the measured one, and the paths, or
-        globs, of
-        parameters whose products are left out.
+        The least size of products, 0 for those that pay on the devices, and the paths,
+        or globs, of parameters whose products are left out.
 
     Raises:
         OptionError: the precision is unknown.
@@ -108,7 +106,7 @@ def read_precision(precision: str) -> tuple[int, list[str]]:
             "leave out the products of a parameter, by its path."
         )
     first, *left = precision.split(",-")
-    return int(first.partition(":")[2] or _LEAST_SIZE), left
+    return int(first.partition(":")[2] or 0), left
 
 
 def options_of(rewritten: Rewritten) -> dict[str, str]:
@@ -117,29 +115,28 @@ def options_of(rewritten: Rewritten) -> dict[str, str]:
     Tuning its kernels takes 44 s for eleven FP8 products, and 1 s without, and the
     library's are as fast (``docs/fp8.md``).
     """
-    return (
-        {"xla_gpu_enable_triton_gemm": "False"} if TAKEN in rewritten.products else {}
-    )
+    without = {"xla_gpu_enable_triton_gemm": "False"}
+    return without if TAKEN in rewritten.products else {}
 
 
 def use_precision(
-    module: ir.Module, precision: str, names: Sequence[str]
+    module: ir.Module, precision: str, names: Sequence[str], mesh: Any
 ) -> dict[str, dict[str, int]]:
     """Computes products of a normalised module in a precision, in place.
 
     Args:
         precision: see `read_precision`; "" changes nothing.
         names: the arguments' paths.
+        mesh: the devices', or one of described devices.
 
     Returns:
         The number of 16-bit products in FP8, under `TAKEN`, and of others by reason: by
-            the
-        path of their parameter, with ``*`` for numbers.
+        the path of their parameter, with ``*`` for numbers.
 
     Raises:
         OptionError: a path that is left out matches no argument.
     """
-    if not precision:
+    if not precision or mesh is None:
         return {}
     least, patterns = read_precision(precision)
     left: set[int] = set()
@@ -151,16 +148,18 @@ def use_precision(
                 f"look like: {', '.join(names[:8])}."
             )
         left |= found
-    function = shardy.main_function(module)
-    numbers = _parameters(shardy.main_block(module))
-    products = _classified([*filter(_is_narrow, shardy.walk(function))], numbers)
-    forward = [p for p in products if p.is_forward]
-    last = forward[-1].parameters if forward else frozenset()
-    quantized: dict[tuple[ir.Value, str], tuple[ir.Value, ir.Value]] = {}
+    ops = filter(_is_narrow, shardy.walk(shardy.main_function(module)))
+    products = _classified([*ops], _parameters(shardy.main_block(module)))
+    last = next((p.parameters for p in reversed(products) if p.is_forward), frozenset())
+    reasons = {one: _reason(one, last, left, least) for one in products}
+    if not least:
+        taken = [one for one, why in reasons.items() if not why]
+        why, flops = _SLOWER if _has_products(mesh) else _WITHOUT
+        reasons |= dict.fromkeys(_slower(taken, flops), why)
+    quantized: dict[tuple[ir.Value, str], _Copy] = {}
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     with module.context, ir.Location.unknown():
-        for one in products:
-            reason = _reason(one, last, left, least)
+        for one, reason in reasons.items():
             name = names[min(one.parameters)] if one.parameters else ""
             counts[reason or TAKEN][re.sub(r"\d+", "*", name)] += 1
             if not reason:
@@ -171,23 +170,15 @@ def use_precision(
 def _parameters(block: ir.Block) -> dict[ir.Value, int]:
     """The arguments that are parameters, with their numbers.
 
-    A step returns their new values or their gradients, and none of its batch. If it
-    returns neither, all arguments count.
+    A step returns their new values or gradients. If it returns neither, all count.
     """
-    *_, last = block.operations
-    returned = {tuple(one.type.shape) for one in last.operation.operands}
+    returned = {tuple(one.type.shape) for one in shardy.returned(block.region)} - {()}
     every: dict[ir.Value, int] = {v: i for i, v in enumerate(block.arguments)}
-    shaped = {value for value in every if tuple(value.type.shape) in returned}
-    return {v: n for v, n in every.items() if v in shaped and v.type.shape} or every
+    return {v: i for v, i in every.items() if tuple(v.type.shape) in returned} or every
 
 
 def _reason(one: _Product, last: Set[int], left: Set[int], least: int) -> str:
-    """Returns the reason to leave a product in 16 bits; "" for FP8.
-
-    Args:
-        last: the parameter of the last forward product; its products stay in 16 bits.
-        left: parameters that are left out.
-    """
+    """The reason to leave a product in 16 bits, such as the last layer's; or ""."""
     if not one.parameters:
         return "no operand is a parameter"
     if one.parameters & last:
@@ -204,9 +195,35 @@ def _reason(one: _Product, last: Set[int], left: Set[int], least: int) -> str:
     return ""
 
 
+def _has_products(mesh: Any) -> bool:
+    """True for NVIDIA's devices since Ada, 8.9; a described one has a name alone."""
+    if isinstance(mesh, AbstractMesh):
+        device = mesh.abstract_device
+        return device.platform == "cuda" and "A100" not in device.device_kind
+    device = mesh.devices.flat[0]
+    capability = re.fullmatch(r"\d+\.\d", getattr(device, "compute_capability", ""))
+    return capability is not None and float(capability[0]) >= 8.9
+
+
+def _slower(products: Sequence[_Product], least_flops: float) -> list[_Product]:
+    """The products of parameters that save less time than quantizing takes.
+
+    What several products read is quantized once; each has its share of that.
+    """
+    reads = {one: [_unmoved(v)[0] for v in one.op.operands] for one in products}
+    uses = Counter(chain.from_iterable(reads.values()))
+    gains = defaultdict[int, float](float)
+    for one, values in reads.items():
+        flops = 2 * prod(one.op.results[0].type.shape) * _sizes(one.op)[2]
+        quantized = sum(prod(v.type.shape) / uses[v] for v in values)
+        for of in one.parameters:
+            gains[of] += (flops - least_flops * quantized) / len(one.parameters)
+    return [p for p in products if sum(gains[of] for of in p.parameters) <= 0]
+
+
 def _is_narrow(op: ir.Operation) -> bool:
     """True for a product of two 16-bit arrays."""
-    return op.name == _PRODUCT and all(
+    return op.name == "stablehlo.dot_general" and all(
         str(one.type.element_type) in _NARROW for one in op.operands
     )
 
@@ -220,9 +237,8 @@ def _classified(
     parameter reads the same cotangent, or else the same activation.
     """
     products: list[_Product] = []
-    # The parameter and its dims, by the value that is multiplied by it, and whether in
-    # the backward pass.
-    known: defaultdict[Any, set[tuple[int, tuple[int, ...]]]] = defaultdict(set)
+    # The parameter by what it is multiplied by, if in the backward pass, and its dims.
+    known: defaultdict[Any, set[int]] = defaultdict(set)
     for op in ops:
         roots = tuple(map(_root, op.operands))
         gradients = [*map(_is_cotangent, roots)]
@@ -230,16 +246,15 @@ def _classified(
         weight = next((i for i in (1, 0) if roots[i] in numbers), -1)
         parameters = frozenset({numbers[roots[weight]]} if weight >= 0 else ())
         products.append(_Product(op, roots, weight, gradient, parameters))
-        for one in parameters:
-            key = roots[1 - weight], _is_backward(op)
-            known[key].add((one, _dims(op.operands[weight])))
+        if parameters:
+            key = roots[1 - weight], _is_backward(op), _dims(op.operands[weight])
+            known[key] |= parameters
     for place, one in enumerate(products):
         made, (left, right) = _dims(one.op.results[0]), one.roots
         keys = ((left, True), (right, False)), ((right, True), (left, False))
         for key in chain(*keys[:: -1 if one.gradient else 1]):
-            of = frozenset(n for n, dims in known[key] if dims == made)
-            if one.weight < 0 and of:
-                products[place] = replace(one, parameters=of)
+            if one.weight < 0 and (of := known[*key, made]):
+                products[place] = replace(one, parameters=frozenset(of))
                 break
     return products
 
@@ -254,33 +269,29 @@ def _root(value: ir.Value) -> ir.Value:
 def _source(value: ir.Value) -> ir.Value | None:
     """The value one op earlier, through ops that pass numbers on and into loops."""
     if isinstance(value.owner, ir.Block):
-        argument = ir.BlockArgument(value)
-        loop = argument.owner.owner
-        if loop.name != "stablehlo.while" or _carried(argument) is not None:
-            return None
-        return loop.operands[argument.arg_number]
-    op = value.owner.operation
-    if op.name == "stablehlo.optimization_barrier":
-        return op.operands[list[ir.Value](op.results).index(value)]
+        place, next_one = ir.BlockArgument(value).arg_number, _carried(value)
+        is_same = next_one is not None and next_one == value
+        return value.owner.owner.operands[place] if is_same else None
+    op, place = value.owner.operation, ir.OpResult(value).result_number
     if op.name == "stablehlo.while":
         # A loop that writes a slice in each iteration stacks what it writes.
-        body = op.regions[1].blocks[0]
-        *_, last = body.operations
-        place = list[ir.Value](op.results).index(value)
-        written = shardy.owner_of(last.operation.operands[place])
-        if written is None or written.name != _WRITE:
-            return None
-        is_stack = written.operands[0] == body.arguments[place]
-        return written.operands[1] if is_stack else None
-    return op.operands[0] if op.name in _PASSES else None
+        body = op.regions[1]
+        written = shardy.owner_of(shardy.returned(body)[place])
+        if written and written.name == "stablehlo.dynamic_update_slice":
+            stack, one = written.operands[0], written.operands[1]
+            return one if stack == body.blocks[0].arguments[place] else None
+        return None
+    return op.operands[place] if op.name in _PASSES else None
 
 
-def _carried(argument: ir.BlockArgument) -> ir.Value | None:
-    """The value that the next iteration of a loop gets; None if it gets the same."""
-    body = argument.owner.owner.regions[1].blocks[0]
-    *_, last = body.operations
-    carried = last.operation.operands[argument.arg_number]
-    return None if carried == body.arguments[argument.arg_number] else carried
+def _carried(value: ir.Value) -> ir.Value | None:
+    """The value that the next iteration of a loop gets; None if it is no loop's."""
+    argument = None if shardy.owner_of(value) else ir.BlockArgument(value)
+    if argument is None or argument.owner.owner.name != "stablehlo.while":
+        return None
+    body, place = argument.owner.owner.regions[1], argument.arg_number
+    carried = shardy.returned(body)[place]
+    return value if carried == body.blocks[0].arguments[place] else carried
 
 
 def _is_backward(op: ir.Operation) -> bool:
@@ -291,11 +302,7 @@ def _is_backward(op: ir.Operation) -> bool:
 
 def _is_cotangent(root: ir.Value) -> bool:
     """True if an op of the backward pass makes a value that comes from nothing else."""
-    if isinstance(root.owner, ir.Block):
-        argument = ir.BlockArgument(root)
-        if argument.owner.owner.name == "stablehlo.while":
-            root = _carried(argument) or root
-    maker = shardy.owner_of(root)
+    maker = shardy.owner_of(_carried(root) or root)
     return maker is not None and _is_backward(maker)
 
 
@@ -314,9 +321,7 @@ def _sizes(op: ir.Operation) -> tuple[int, int, int]:
     return prod(left) // shared, prod(right) // shared, summed
 
 
-def _rewrite(
-    one: _Product, quantized: dict[tuple[ir.Value, str], tuple[ir.Value, ir.Value]]
-) -> None:
+def _rewrite(one: _Product, quantized: dict[tuple[ir.Value, str], _Copy]) -> None:
     """Has a product read its operands as FP8 numbers times a scale.
 
     XLA makes one FP8 product of both, with the scales as its own, where the device has
@@ -325,52 +330,50 @@ def _rewrite(
     for index, value in enumerate(one.op.operands):
         kind = _GRADIENT if index == one.gradient else _FORWARD
         number, scale = _quantized(value, kind, quantized)
-        of_operand = ir.RankedTensorType(value.type)
         with ir.InsertionPoint(one.op), one.op.location:
-            narrow = ir.RankedTensorType.get([], of_operand.element_type)
+            scale = shardy.converted(scale, value.type.element_type)
             dims = ir.DenseI64ArrayAttr.get([])
-            scale = stablehlo.convert(narrow, scale)
-            spread = stablehlo.broadcast_in_dim(of_operand, scale, dims)
-            number = stablehlo.convert(of_operand, number)
+            spread = stablehlo.broadcast_in_dim(value.type, scale, dims)
+            number = shardy.converted(number, value.type.element_type)
             one.op.operands[index] = stablehlo.multiply(number, spread)
 
 
 def _quantized(
-    value: ir.Value,
-    kind: str,
-    known: dict[tuple[ir.Value, str], tuple[ir.Value, ir.Value]],
-) -> tuple[ir.Value, ir.Value]:
+    value: ir.Value, kind: str, known: dict[tuple[ir.Value, str], _Copy]
+) -> _Copy:
     """A value in FP8 and its scale, moved as the value is from where it is made."""
-    moves = []
-    while (maker := shardy.owner_of(value)) is not None and maker.name in _MOVES:
-        moves.append(maker)
-        value = maker.operands[0]
+    value, moves = _unmoved(value)
     if (value, kind) not in known:
         known[value, kind] = _put_quantization(value, kind)
     found, scale = known[value, kind]
     for move in reversed(moves):
         attributes = {name: move.attributes[name] for name in move.attributes}
-        shape, element = move.results[0].type.shape, found.type.element_type
-        moved = ir.RankedTensorType.get(shape, element)
+        moved = shardy.of_element(move.results[0].type, found.type.element_type)
         with ir.InsertionPoint(move), move.location:
             found = shardy.make(move.name, moved, found, **attributes)
     return found, scale
 
 
-def _put_quantization(value: ir.Value, kind: str) -> tuple[ir.Value, ir.Value]:
+def _unmoved(value: ir.Value) -> tuple[ir.Value, list[ir.Operation]]:
+    """The value before ops that only move its numbers, and these, the last first."""
+    moves = list[ir.Operation]()
+    while (maker := shardy.owner_of(value)) is not None and maker.name in _MOVES:
+        moves.append(maker)
+        value = maker.operands[0]
+    return value, moves
+
+
+def _put_quantization(value: ir.Value, kind: str) -> _Copy:
     """Puts the ops that quantize a value behind the op that makes it."""
-    dtype = numpy_dtype(str(ir.RankedTensorType(value.type).element_type))
-    source = ir.Module.parse(_lowered(tuple(value.type.shape), str(dtype), kind))
+    dtype = str(numpy_dtype(str(value.type.element_type)))
+    source = ir.Module.parse(_lowered(tuple(value.type.shape), dtype, kind))
     main = shardy.main_block(source)
-    if isinstance(value.owner, ir.Block):
-        location = ir.Location.unknown()
-        point = ir.InsertionPoint.at_block_begin(value.owner)
-    else:
-        location = value.owner.operation.location
-        point = ir.InsertionPoint.after(value.owner.operation)
+    begin, after = ir.InsertionPoint.at_block_begin, ir.InsertionPoint.after
+    owner, maker = value.owner, shardy.owner_of(value)
+    location = maker.location if maker else ir.Location.unknown()
     mapping = {main.arguments[0]: value}
     *body, last = [one.operation for one in main.operations]
-    with point:
+    with begin(owner) if isinstance(owner, ir.Block) else after(owner):
         for op in body:
             shardy.clone_with(op, mapping).location = location
     return mapping[last.operands[0]], mapping[last.operands[1]]
@@ -393,9 +396,7 @@ def quantize(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
         The rounded ``x / scale``, and the scale: a power of two in float32 that the
         dtype of ``x`` has too, whatever the numbers are.
     """
-    magnitudes = lax.abs(x)
-    zeros = lax.full_like(magnitudes, 0)
-    finite = lax.select(lax.is_finite(x), magnitudes, zeros)
+    finite = lax.select(lax.is_finite(x), lax.abs(x), lax.full_like(x, 0))
     largest = lax.reduce_max(finite, tuple(range(x.ndim))).astype(jnp.float32)
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     power = lax.bitcast_convert_type(bits & _EXPONENT_BITS, jnp.float32)

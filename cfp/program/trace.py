@@ -243,7 +243,8 @@ def lower_step(
     if "InspectSharding" in map(shardy.call_target, shardy.every_op(module)):
         raise StepNotTraceable(_INSPECTED)
     erased, wide = shardy.normalise(module), rewrite_scatters(module)
-    products = use_precision(module, step.precision, step.arg_names)
+    mesh = in_shardings[0].mesh if in_shardings else None
+    products = use_precision(module, step.precision, step.arg_names, mesh)
     rewritten = Rewritten(erased_constraints=erased, wide_sums=wide, products=products)
     return Lowering(lowered, module, out_tree, rewritten, alarm)
 

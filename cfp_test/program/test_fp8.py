@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +15,17 @@ from hypothesis import strategies as st
 import cfp
 from cfp.checking.check import Check
 from cfp.checking.reference import both_sides
+from cfp.devices.described import described
 from cfp.errors import OptionError
 from cfp.plan.plan import Plan
-from cfp.program.fp8 import TAKEN, _lowered, quantize
+from cfp.program.fp8 import _SLOWER, TAKEN, _has_products, _lowered, quantize
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step
 from cfp_test.program import fp8_oracle
 from cfp_test.program.fp8_oracle import ROUNDING
 
 WIDTH, TOKENS, LAYERS = 32, 64, 3
+LEAST = int(_SLOWER[1])  # FLOPs for each quantized number.
 
 
 def layer(x, w):
@@ -294,6 +297,103 @@ def test_products_are_of_the_rounded_numbers(transposed):
     want = want.T if transposed else want
     error = np.abs(np.asarray(got, np.float64) - want)
     assert error.max() <= 2.0**-8 * np.abs(want).max()
+
+
+def attention_step(width, tokens, shares):
+    """A step with products of one width, three of one activation or none.
+
+    They are followed by a wide one and the head.
+    """
+    names = "aqkvo" if shares else "ao"
+    shapes = dict.fromkeys(names, (width, width))
+    shapes |= {"wide": (width, 8 * width), "head": (8 * width, 64)}
+
+    def step(params, x):
+        def loss(params):
+            w = {name: one.astype(jnp.bfloat16) for name, one in params.items()}
+            h = jnp.tanh(x @ w["a"])
+            if shares:
+                h = sum(jnp.tanh(h @ w[name]) for name in "qkv")
+            h = jnp.tanh(jnp.tanh(h @ w["o"]) @ w["wide"])
+            return ((h @ w["head"]).astype(jnp.float32) ** 2).sum()
+
+        return jax.grad(loss)(params)
+
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    params = {name: array(one, jnp.float32) for name, one in shapes.items()}
+    return step, (params, array((tokens, width), jnp.bfloat16))
+
+
+def products_on(devices, step, args, precision="fp8"):
+    flat = flatten_step(step, args, precision=precision)
+    whole = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec())
+    products = lower_step(flat, [whole] * len(flat.avals), whole).rewritten.products
+    paths = {
+        why: [name.rpartition("/")[2] for name in of] for why, of in products.items()
+    }
+    return {why: {*names} for why, names in paths.items()}
+
+
+SLOWER = "quantizing takes longer than it saves"
+EVERY = {*"aqkvo", "wide"}
+
+
+# FLOPs for each quantized number: 3 x width of a product with its two gradients, 4.5 x
+# if three share what they read, 2 x without the gradient of what it reads.
+@pytest.mark.parametrize(
+    ("width", "tokens", "shares", "taken"),
+    [
+        (4096, 8192, True, EVERY),
+        (4096, 8192, False, {"a", "o", "wide"}),
+        (LEAST // 64 * 16, 2**18, True, EVERY - {*"ao"}),
+        (LEAST // 64 * 16, 2**18, False, {"wide"}),
+        (LEAST // 128 * 16, 2**18, True, set()),
+        (8192, 512, True, set()),
+    ],
+)
+def test_a_product_pays_by_its_flops_for_each_quantized_number(
+    width, tokens, shares, taken
+):
+    step, args = attention_step(width, tokens, shares)
+    products = products_on(described("2xh200").abstract, step, args)
+    assert products.get(TAKEN, set()) == taken
+    others = (EVERY if shares else {"a", "o", "wide"}) - taken
+    assert products.get(SLOWER, set()) == others
+    forced = products_on(described("2xh200").abstract, step, args, "fp8:16")
+    assert SLOWER not in forced and forced[TAKEN] == taken | others
+
+
+@pytest.mark.parametrize("devices", ["8xa100", "v5e-8", "cpu"])
+def test_devices_without_fp8_products_get_the_step_as_written(devices):
+    mesh = (
+        jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+        if devices == "cpu"
+        else described(devices).abstract
+    )
+    step, args = attention_step(4096, 8192, True)
+    without = "the devices have no FP8 products"
+    products = products_on(mesh, step, args)
+    assert TAKEN not in products and products[without] == EVERY
+    # A least size asks for the rounding, too.
+    assert products_on(mesh, step, args, "fp8:512")[TAKEN] == EVERY
+
+
+@pytest.mark.parametrize(
+    ("capability", "has"),
+    [
+        ("8.0", False),
+        ("8.6", False),
+        ("8.9", True),
+        ("9.0", True),
+        ("12.0", True),
+        ("gfx942", False),
+    ],
+)
+def test_gpus_have_fp8_products_since_ada(capability, has):
+    device = SimpleNamespace(compute_capability=capability)
+    assert _has_products(SimpleNamespace(devices=np.array([device]))) is has
 
 
 def fp8_plan(tmp_path, precision="fp8:16", over=unrolled, args=None):

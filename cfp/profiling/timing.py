@@ -131,8 +131,8 @@ def measure(
     The warm-up lasts at least `warmup_seconds`. It ends when the last quarter of its
     samples (at least `warmup_window`) agrees with the quarter before within 2% in the
     median: clocks drop under load, so early samples flatter. Its samples are a third as
-    long, and it takes at most half of the budget. The first execution loads code and
-    opens communicators; its time is in `warmup_ms` and not charged to the budget.
+    long, and it takes at most half of the budget; one as long as all of it is the only
+    sample. The first execution loads code: `warmup_ms` has it, the budget has not.
 
     Args:
       run: `run(n)` executes n times and blocks until the devices are done.
@@ -145,11 +145,12 @@ def measure(
         and (subject.spent_seconds < options.warmup_seconds or not subject.steady)
     ):
         subject.warm_up()
-    samples_ms: list[float] = []
+    is_long = 0 < options.budget_seconds <= subject.spent_seconds
+    samples_ms = [subject.warmup_ms.pop()] if is_long else list[float]()
     while len(samples_ms) < options.max_samples:
-        samples_ms.append(subject.sample())
-        if subject.spent_seconds >= options.budget_seconds:
+        if samples_ms and subject.spent_seconds >= options.budget_seconds:
             break
+        samples_ms.append(subject.sample())
         if len(samples_ms) >= options.min_samples:
             if relative_spread(samples_ms) <= options.target_spread:
                 break
@@ -200,9 +201,7 @@ class _Subject:
             self.repeat = self._grown(least, seconds, at_most=10.0)
         else:
             self.calibrated = True
-            repeat = self.repeat
-            if seconds < wanted:
-                repeat = self._grown(wanted, seconds)
+            repeat = self.repeat if seconds >= wanted else self._grown(wanted, seconds)
             # The first that was long enough may have been held up once: the later
             # ones tell, too.
             times = self.options.long_sample_ms / max(self.warmup_ms[-1], 1e-6)

@@ -116,6 +116,15 @@ def test_long_executions_are_repeated_less(seconds, repeat):
     assert {n for _, n in device.log[-len(timing.samples_ms) :]} == {repeat}
 
 
+def test_what_takes_all_of_the_budget_is_executed_twice():
+    device = FakeDevice()
+    run = device.thing("a", lambda i, _: 3.0 - i)
+    timing = measure(run, clock=device.clock, budget_seconds=2.0)
+    assert timing.samples_ms == pytest.approx([2000.0])
+    assert timing.warmup_ms == pytest.approx([3000.0])
+    assert device.log == [("a", 1), ("a", 1)]
+
+
 def test_warm_up_samples_are_a_third_as_long():
     device = FakeDevice()
     run = device.thing("a", lambda *_: 1e-3)

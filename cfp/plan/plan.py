@@ -41,7 +41,7 @@ from cfp.program.memory import HOST, in_memory
 from cfp.program.outline import Outline
 from cfp.program.part import shardings
 from cfp.program.step import FlatStep, flatten_step, typed_as_returned
-from cfp.program.trace import check_mesh
+from cfp.program.trace import planning_mesh
 from cfp.race.programs import RaceRow
 from cfp.runtime.executables import ReusableExecutable
 from cfp.runtime.execute import (
@@ -518,7 +518,7 @@ class Plan:
         """
         devices = mesh
         if not isinstance(mesh, DescribedMesh):
-            check_mesh(mesh)
+            planning_mesh(mesh)
             devices = [*mesh.devices.flat]
         axes = tuple((name, size) for name, size in mesh.shape.items() if size > 1)
         if axes != self.mesh_axes:

@@ -387,11 +387,7 @@ class Program:
 
     def with_bodies(self, ops: Iterable[int]) -> set[int]:
         """Returns top-level ops with all ops in their regions."""
-        found = set()
-        for op in ops:
-            found.add(op)
-            found.update(self.ops[op].body)
-        return found
+        return {i for op in ops for i in (op, *self.ops[op].body)}
 
 
 def axes_of(spec: PartitionSpec, rank: int) -> Spec:

@@ -232,8 +232,7 @@ class Replacer:
         stage = one.stages[number]
         reads = [*(instance[op].operands[index] for op, index in stage.reads), *kept]
         types = tuple(_aval(value.type) for value in reads)
-        text = _lowered(one.functions, number, types, self.mesh)
-        text = _with_names(text, {"cfp_mesh": self.mesh_name})
+        text = _lowered(one.functions, number, types, self.mesh, self.mesh_name)
         with ir.InsertionPoint(
             instance[min(self.program.values[v].producer for v in stage.makes)]
         ):
@@ -265,8 +264,9 @@ def _lowered(
     number: int,
     types: tuple[jax.ShapeDtypeStruct, ...],
     mesh: Mesh,
+    mesh_name: str,
 ) -> str:
-    """The module of a stage's function, as text, its mesh called ``cfp_mesh``.
+    """The module of a stage's function, as text.
 
     Functions that it calls have names that no other module's have.
     """
@@ -285,16 +285,13 @@ def _lowered(
         raise AssertionError("a stage is spread over the devices of one mesh")
     text = "\n".join(line for n, line in enumerate(lines) if n not in meshes[1:])
     known = [op for op in module.body.operations if op.operation.name == "sdy.mesh"]
-    names = {shardy.symbol_name(op.operation): "cfp_mesh" for op in known}
+    names = {shardy.symbol_name(op.operation): mesh_name for op in known}
     prefix = hashlib.sha256(text.encode()).hexdigest()[:12]
     for opview in module.body.operations:
         op = opview.operation
         if op.name == "func.func" and shardy.symbol_name(op) != "main":
             names[shardy.symbol_name(op)] = f"cfp_{prefix}_{shardy.symbol_name(op)}"
-    return _with_names(text, names)
 
-
-def _with_names(text: str, names: Mapping[str, str]) -> str:
     def written(match: re.Match[str]) -> str:
         name = match[1].strip('"')
         return f'@"{names[name]}"' if name in names else match[0]

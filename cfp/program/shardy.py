@@ -213,10 +213,17 @@ def fill(
         op.erase()
 
 
-def graft(text: str, reads: Iterable[ir.Value], into: ir.Module) -> list[ir.Value]:
-    """Puts in the ops of another module's main function; returns its results."""
+def graft(
+    text: str, reads: Iterable[ir.Value], into: ir.Module | None = None
+) -> list[ir.Value]:
+    """Puts in the ops of another module's main function; returns its results.
+
+    Args:
+        into: the module that gets the functions that it calls, if it calls any.
+    """
     source = ir.Module.parse(text)
-    copy_symbols(into, source)
+    if into is not None:
+        copy_symbols(into, source)
     main = main_block(source)
     mapping = dict(zip(main.arguments, reads, strict=True))
     *body, last = [one.operation for one in main.operations]

@@ -47,8 +47,12 @@ from cfp.program.scatters import rewrite_scatters
 from cfp.program.step import FlatStep
 
 
-def check_mesh(mesh: Mesh) -> None:
-    """Raises CfpError for a value that is no mesh of devices."""
+def planning_mesh(mesh: Mesh) -> Mesh:
+    """The mesh with axes whose shardings the compiler may choose.
+
+    Raises:
+        CfpError: it is no mesh of devices.
+    """
     check_settings()
     if not isinstance(mesh, Mesh):
         raise CfpError(
@@ -60,15 +64,6 @@ def check_mesh(mesh: Mesh) -> None:
             "The mesh has no devices. Make one with jax.make_mesh((4,), ('x',)), or "
             "leave it out: cfp takes all devices then."
         )
-
-
-def planning_mesh(mesh: Mesh) -> Mesh:
-    """The mesh with axes whose shardings the compiler may choose.
-
-    Raises:
-        CfpError: it is no mesh.
-    """
-    check_mesh(mesh)
     return auto_mesh(mesh)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.extend.mlir import ir
 from jax.sharding import Mesh, NamedSharding
@@ -284,7 +285,7 @@ def _join(op: ir.Operation, reads: Sequence[ir.Type], perturbed: bool) -> None:
         if _is_narrow(kind):
             with ir.InsertionPoint(op):
                 read = op.operands[index]
-                read = _perturb(read, kind, 0) if perturbed else read
+                read = _perturbed(read, kind, 0) if perturbed else read
                 op.operands[index] = shardy.make("stablehlo.convert", kind, read)
     for result in op.results:
         if _is_narrow(result.type):
@@ -292,7 +293,7 @@ def _join(op: ir.Operation, reads: Sequence[ir.Type], perturbed: bool) -> None:
                 wide = shardy.converted(result, ir.F32Type.get())
                 bit = _MANTISSA_BITS - _finfo(result.type).nmant
                 is_perturbed = perturbed and not _is_exact(op)
-                made = _perturb(wide, result.type, bit) if is_perturbed else wide
+                made = _perturbed(wide, result.type, bit) if is_perturbed else wide
             maker: Any = wide.owner
             result.replace_all_uses_except(made, maker.operation)
 
@@ -302,7 +303,7 @@ def _finfo(kind: ir.Type) -> Any:
     return jnp.finfo(numpy_dtype(str(ir.RankedTensorType(kind).element_type)))
 
 
-def _perturb(value: ir.Value, kind: ir.Type, bit: int) -> ir.Value:
+def _perturbed(value: ir.Value, kind: ir.Type, bit: int) -> ir.Value:
     """Moves float32 numbers by half of a narrow type's last bit, up or down.
 
     Zero stays, and numbers that would exceed the type. Types of powers of two alone,
@@ -311,35 +312,23 @@ def _perturb(value: ir.Value, kind: ir.Type, bit: int) -> ir.Value:
     Args:
         bit: the number's own bit that decides between up and down.
     """
-    info, wide = _finfo(kind), value.type
-    if not info.nmant:
-        return value
+    info = _finfo(kind)
     half = 2.0 ** -(info.nmant + 1)
 
-    def make(name: str, *operands: ir.Value) -> ir.Value:
-        return shardy.make(f"stablehlo.{name}", operands[0].type, *operands)
+    def move(x: jax.Array) -> jax.Array:
+        bits = lax.shift_right_logical(
+            lax.bitcast_convert_type(x, jnp.uint32), jnp.full_like(x, bit, jnp.uint32)
+        )
+        share = (bits & 1).astype(jnp.float32) * (2 * half) - half
+        # What is smaller than any normal number is rounded by as much as that.
+        unit = lax.max(lax.abs(x), jnp.full_like(x, info.smallest_normal))
+        stays_finite = lax.abs(x) < float(info.max) / (1 + half)
+        return lax.select(stays_finite, x + share * unit * lax.sign(x), x)
 
-    def number(x: float) -> ir.Value:
-        return shardy.constant(repr(x), wide)
-
-    words = shardy.of_element(wide, ir.IntegerType.get_signless(32))
-    bits = shardy.make("stablehlo.bitcast_convert", words, value)
-    bits = make("shift_right_logical", bits, shardy.constant(str(bit), words))
-    is_odd = make("and", bits, shardy.constant("1", words))
-    is_odd = shardy.make("stablehlo.convert", wide, is_odd)
-    share = make("subtract", make("multiply", is_odd, number(2 * half)), number(half))
-    size = make("abs", value)
-    # What is smaller than any normal number is rounded by as much as that.
-    unit = make("maximum", size, number(float(info.smallest_normal)))
-    move = make("multiply", make("multiply", share, unit), make("sign", value))
-    stays_finite = shardy.make(
-        "stablehlo.compare",
-        shardy.of_element(wide, ir.IntegerType.get_signless(1)),
-        *(size, number(float(info.max) / (1 + half))),
-        comparison_direction=ir.Attribute.parse("#stablehlo<comparison_direction LT>"),
-    )
-    moved = make("add", value, move)
-    return shardy.make("stablehlo.select", wide, stays_finite, moved, value)
+    if not info.nmant:
+        return value
+    taken = jax.ShapeDtypeStruct(ir.RankedTensorType(value.type).shape, jnp.float32)
+    return shardy.graft(jax.jit(move).lower(taken).as_text(), [value])[0]
 
 
 def _make_precise(op: ir.Operation, precise: bool) -> None:

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from cfp.race.race import race
 from cfp.settings import Dimension
 from cfp.solution import Solution
 from cfp.variants import Fastest, Variant, find_fastest
+from cfp.view.words import few
 
 
 def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
@@ -114,8 +116,8 @@ def plan(
             preset). For a :func:`cfp.described` mesh nothing runs: the plan is
             estimated, and ``plan.on(mesh)`` uses it later. A mesh without devices is
             for a Ray cluster: ``PlannerSettings(ray=...)``.
-        quiet: True shows no progress. By default a terminal shows progress, and other
-            outputs get a line on standard error now and then.
+        quiet: True shows no progress and no warnings. By default a terminal shows
+            progress, and other outputs get a line on standard error now and then.
         static_argnums, static_argnames: arguments that are not arrays.
         donate_argnums, donate_argnames: arguments that the step may overwrite, usually
             the training state.
@@ -168,7 +170,21 @@ def plan(
         Variant(name=name, fn=fn, args=args, kwargs=kwargs, mesh=one)
         for name, one in _meshes(mesh, how, preset).items()
     ]
-    return find_fastest(run_passes, variants, options, quiet=quiet).plan
+    found = find_fastest(run_passes, variants, options, quiet=quiet).plan
+    warn_undivided(found, quiet, stacklevel=3)
+    return found
+
+
+def warn_undivided(plan: Plan, quiet: bool, stacklevel: int) -> None:
+    """Warns, if not quiet, of arguments that the mesh does not divide, but state."""
+    given = {n.partition("/")[0] for n in compress(plan.arg_names, plan.donated)}
+    whole = [one for one in plan.uneven if one.split("/")[0].split()[0] not in given]
+    if whole and not quiet:
+        warnings.warn(
+            f"The mesh does not divide {few(whole)}: every device has all of it. "
+            "Pad it, or choose a size that the mesh divides.",
+            stacklevel=stacklevel,
+        )
 
 
 OPTIONS = tuple(signature(plan).parameters)[4:-1]  # not fn, args, mesh, quiet, kwargs

@@ -14,7 +14,6 @@ from cfp.passes.analyze import Analyzed
 from cfp.plan.compose import compose_plan
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
-from cfp.program.trace import host_calls
 from cfp.race.programs import RaceOutcome, kernels_not_timed
 from cfp.race.shortage import no_winner
 from cfp.search.requests import UNMEASURED_STRATEGIES
@@ -51,7 +50,6 @@ def complete_plan(
     if context.memory is not None and context.memory.reserve_bytes:
         reserve = {RESERVE_BYTES: float(context.memory.reserve_bytes)}
         made = replace(made, search={**made.search, **reserve})
-    made = replace(made, host_callbacks_skipped=host_calls(analysis.frame.program))
     solution, profiles = outcome.solution, outcome.solution.profiles
     made = with_figures(
         made,
@@ -64,6 +62,7 @@ def complete_plan(
         else kernels_not_timed(outcome, context.budget_bytes),
         outcome.raced,
         dimensions=context.settings.dimensions,
+        budget_bytes=context.budget_bytes,
     )
     late = profiles is None or UNMEASURED_STRATEGIES in profiles.counts
     if late and made.figures is not None:

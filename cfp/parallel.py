@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import compress
 from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
@@ -17,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from cfp.api import OPTIONS
+from cfp.api import OPTIONS, warn_undivided
 from cfp.api import plan as plan_anew
 from cfp.errors import MemoryBudgetError, OptionError, PlanMismatch, known_names
 from cfp.plan.parts import type_text
@@ -28,7 +26,6 @@ from cfp.program.meaning import trace_context_key
 from cfp.program.step import FlatStep, flatten_step
 from cfp.runtime.execute import CompiledStep
 from cfp.view.progress import shown
-from cfp.view.words import few
 
 # What decides a plan; a saved one has decided.
 _DECIDES = {"memory_budget", "pins", "preset", "choose", "precision"}
@@ -267,16 +264,7 @@ class ParallelStep:
             found = self._find(step, args, kwargs, options)
             tell = how.progress or (lambda _: None)
             planned = _Planned(now, found, found.compile_bound(tell))
-        given = {n.partition("/")[0] for n in compress(found.arg_names, found.donated)}
-        whole = [
-            text for text in found.uneven if re.split("[/ ]", text)[0] not in given
-        ]
-        if whole and not self._quiet:
-            warnings.warn(
-                f"The mesh does not divide {few(whole)}: every device has all of it. "
-                "Pad it, or choose a size that the mesh divides.",
-                stacklevel=3,
-            )
+        warn_undivided(found, self._quiet, stacklevel=4)
         return planned
 
     def _find(
@@ -290,11 +278,8 @@ class ParallelStep:
         find = partial(plan_anew, self._fn, *args, **kwargs)
         if not self.plans:
             return find(mesh=self._mesh, **options)
-        first = self.plans[0]
-        names, now = (
-            step.arg_names,
-            {*zip(step.arg_names, map(type_text, step.avals), strict=True)},
-        )
+        first, names = self.plans[0], step.arg_names
+        now = {*zip(names, map(type_text, step.avals), strict=True)}
         leaves = zip(first.arg_names, first.arg_types, first.arg_specs, strict=True)
         pins = {
             name: PartitionSpec(*(axes or None for axes in spec))

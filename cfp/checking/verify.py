@@ -20,6 +20,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.context import PlannerSettings, open_context
 from cfp.errors import CfpError
 from cfp.plan.compose import compose_plan
+from cfp.plan.figures import Figures
 from cfp.plan.parts import check_arguments
 from cfp.plan.plan import Plan
 from cfp.presets.presets import presets
@@ -43,8 +44,6 @@ from cfp.settings import ConstraintLevel
 from cfp.solution import RACE_SECONDS, Candidate, Solution
 from cfp.view.words import OTHER_DEVICES, VERIFIED, WAS_DESCRIBED, basis_text
 
-_ROUNDS = 2
-
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
@@ -65,11 +64,11 @@ class Verified:
     @property
     def off(self) -> float | None:
         """Predicted over measured, less one; None if unknown, or of other devices."""
-        if self.plan.predicted_ms is None or self.measured_ms is None:
+        predicted_ms, found_ms = self.plan.predicted_ms, self.measured_ms
+        is_other = OTHER_DEVICES in self.best.search
+        if is_other or predicted_ms is None or found_ms is None:
             return None
-        if OTHER_DEVICES in self.best.search:
-            return None
-        return self.plan.predicted_ms / self.measured_ms - 1
+        return predicted_ms / found_ms - 1
 
     @property
     def holds(self) -> bool:
@@ -112,7 +111,7 @@ def verify(
         race = Race(context, analysis, Solution(()))
         mine = _program(plan, analysis, mesh, where)
         programs = [mine, *_others(mine, plan.level, analysis, where)]
-        results = race_programs(race.builder, programs, _ROUNDS)
+        results = race_programs(race.builder, programs, rounds=2)
     best, own = min(results, key=lambda result: result.time_ms), results[0]
     if not best.ran:
         reasons = "; ".join(f"{r.name}: {r.reason}" for r in results)
@@ -133,6 +132,7 @@ def verify(
         made,
         measured_ms=best.time_ms,
         peak_bytes=best.peak_bytes,
+        figures=replace(made.figures or Figures(), budget_bytes=context.budget_bytes),
         rung="measured",
         race=tuple(map(race_row, results)),
         search={**made.search, **marks},

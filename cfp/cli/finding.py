@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from cfp import platform
 from cfp.api import Fastest, Variant, plan_fastest
 from cfp.cli import options as o
-from cfp.cli.options import Answer, leave_printing_to_process_0, plan_answer, save
+from cfp.cli.options import Answer, leave_printing_to_process_0, plan_answer
 from cfp.cli.session import check_writable, parse_pins
 from cfp.cluster.on_ray import plan_on_ray
 from cfp.context import dimensions_of
@@ -198,7 +198,6 @@ def plan(ctx: typer.Context, given: Any) -> Answer:
     parse_pins(given.pin)
     check_writable(given.output)
     found = find(ctx) if given.ray is None else find_on_ray(ctx)
-    save(found.plan, given.output, say=not given.as_json)
     _, _, count = found.name.partition(", microbatches ")
     more = [f"Give cfp run --microbatches {count}, too."] * bool(count)
     return plan_answer(found.plan, given.output, *more)

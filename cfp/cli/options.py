@@ -46,22 +46,19 @@ def print_error(message: str) -> None:
     print(message if console.is_terminal else f"error: {message}", file=sys.stderr)
 
 
-def save(made: Plan, output: Path | None, *, say: bool) -> None:
-    """Saves a plan, if a file was named.
+def save(made: Plan, output: Path | None) -> list[str]:
+    """Saves a plan, if a file was named; returns lines that say so.
 
     Raises:
         CfpError: the file cannot be written.
     """
     if output is None or is_follower():
-        return
+        return []
     try:
         made.save(output)
     except OSError as error:
         raise CfpError(f"Cannot write {output}: {error.strerror}.") from error
-    if say:
-        print(f"Saved {output}")
-        if unplanned := unplanned_text(made):
-            print(wrapped(sentence(unplanned)))
+    return [f"Saved {output}", *wrapped(sentence(unplanned_text(made))).splitlines()]
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
@@ -79,19 +76,19 @@ class Answer(NamedTuple):
 
 
 def plan_answer(made: Plan, output: Path | None, *more: str) -> Answer:
-    """Returns a new plan as an answer, with more lines and how to save it.
+    """Saves a new plan, and returns it as an answer, with more lines.
 
     Args:
-        output: the file that it was saved to, or None.
+        output: the file to save it to, or None.
     """
+    then = "then run it with cfp run --plan plan.json"
+    if "described" in made.environment:
+        then = "on its devices, cfp verify plan.json TARGET times it"
+    lines = save(made, output) or [f"Save a plan with -o plan.json; {then}"]
 
     def show() -> None:
         print_plan(made)
-        then = "then run it with cfp run --plan plan.json"
-        if "described" in made.environment:
-            then = "on its devices, cfp verify plan.json TARGET times it"
-        hint = [f"Save a plan with -o plan.json; {then}"] * (output is None)
-        for line in (*more, *hint):
+        for line in (*more, *lines):
             print(line)
 
     return Answer(partial(plan_data, made), show)

@@ -18,7 +18,7 @@ from cfp import platform as platforms
 from cfp.analysis.dump import segment_records
 from cfp.api import FoundPlan, race_until_fit
 from cfp.cli import options as o
-from cfp.cli.options import Answer, mode_of, plan_answer, save
+from cfp.cli.options import Answer, mode_of, plan_answer
 from cfp.cli.session import Session, check_writable, dump_session, open_session
 from cfp.context import PlannerSettings, open_context
 from cfp.devices.device_kind import description_of
@@ -228,7 +228,6 @@ def search(ctx: typer.Context, given: Any) -> Answer:
         session = open_session(ctx)
         settings = o.settings(ctx, progress=display.tell)
         made = search_stored(session, given.workdir, budget, settings).plan
-    save(made, given.output, say=not given.as_json)
     return plan_answer(made, given.output)
 
 

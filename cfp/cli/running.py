@@ -282,10 +282,10 @@ def verify(ctx: typer.Context, given: Any) -> Answer:
             cache_dir=given.workdir,
             progress=display.tell,
         )
-    save(verified.best, given.output, say=not given.as_json)
+    saved = save(verified.best, given.output)
 
     def show() -> None:
-        for line in verified_text(verified):
+        for line in (*verified_text(verified), *saved):
             print(wrapped(line))
         print()
         print_plan(replace(verified.best, rows=()))

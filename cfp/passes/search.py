@@ -310,19 +310,19 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
         OptionError: there is no such preset for the program.
     """
     known = presets(analysis.frame)
-    if name == ZERO1 and name not in known:
-        name = DATA_PARALLEL
-    is_alone = not analysis.frame.mesh and is_known(name)
-    if is_alone or (name == DATA_PARALLEL and name not in known):
+    for one, other in ((ZERO1, DATA_PARALLEL), (DATA_PARALLEL, REPLICATED)):
+        name = other if name == one and name not in known else name
+    if not analysis.frame.mesh and is_known(name):
         name = REPLICATED  # It shards nothing, and is called so.
     if name not in known:
         known = named_choices(analysis.frame)  # Propagation takes longer than the rest.
     if name not in known:
         raise _no_preset(name, known, analysis)
-    mesh, written = context.mesh, known[name]
-    is_described = isinstance(mesh, DescribedMesh)
+    mesh, written, replacing = context.mesh, known[name], context.rules.replacing
+    if is_described := isinstance(mesh, DescribedMesh):
+        replacing = profile(context, analysis).replacing  # the search's, too
     rates = mesh.rates if is_described else known_rates(mesh, context.store)
-    best = with_preferred_kernels(analysis, written, context.rules.replacing, rates)
+    best = with_preferred_kernels(analysis, written, replacing, rates)
     runs = context.decided_by is not DecidedBy.PREDICTION
     candidates = [Candidate(name, best if runs or is_described else written)]
     if best != written and runs:
@@ -335,7 +335,7 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
         Costs(analysis, mesh.rates, measured=False),
         per_kind=0,
         budget_bytes=None,
-        replacing=context.rules.replacing,
+        replacing=replacing,
     ).problem
     candidates = _predicted(analysis, problem, candidates)
     return Solution(candidates, rates=rates, problem=problem, stage=Stage.SMALLEST)

@@ -27,6 +27,7 @@ from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.key import configuration
 from cfp.program.outline import outline_of
 from cfp.program.part import aval
+from cfp.program.trace import host_calls
 from cfp.race.programs import RaceOutcome, programs_of
 from cfp.runtime.executables import ReusableExecutable
 from cfp.search.jobs import constraints_of
@@ -89,6 +90,7 @@ def compose_plan(
         undonated=tuple(undonated),
         uncounted=describe_uncounted(program),
         replicated_ops=whole_ops(layout, rates),
+        host_callbacks_skipped=host_calls(program),
         race=tuple(outcome.rows),
         environment={**configuration(), **environment, **_explicit_axes(mesh)},
         outline=outline_of(program),

@@ -404,12 +404,11 @@ def _is_whole(layout: Layout, loop: Op) -> bool:
 
 def _site(op: Op) -> str:
     """An op's kind, and where the user wrote it, or which function of JAX has it."""
-    call = call_of(op.attributes)
-    kind = op.kind
+    call, kind, refusal = call_of(op.attributes), op.kind, ""
     if call is not None:
         kind = f"custom_partitioning {call.label}"
-    is_refused = call is not None and op.rule is None and call.refusals
-    refusal = f": {call.refusals[0]}" if call and is_refused else ""
+        if op.rule is None and call.refusals:
+            refusal = f": {call.refusals[0]}"
     if op.source:
         return f"{kind} at {Path(op.source).name}{refusal}"
     return " in ".join([kind, *_FUNCTION.findall(op.scope)[-1:]]) + refusal

@@ -31,7 +31,7 @@ from cfp.plan.parts import (
     type_text,
 )
 from cfp.plan.placing import Arguments, check_devices, made, mesh_here, placed
-from cfp.printable import clock_text
+from cfp.printable import clock_text, mesh_text
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.store import store_path
@@ -523,9 +523,9 @@ class Plan:
         axes = tuple((name, size) for name, size in mesh.shape.items() if size > 1)
         if axes != self.mesh_axes:
             raise PlanMismatch(
-                f"The plan is for {_mesh_text(self.mesh_axes)}, got "
-                f"{_mesh_text(axes)}. Pass that mesh (a command: neither --devices "
-                "nor --mesh), or plan again."
+                f"The plan's mesh is {mesh_text(self.mesh_axes) or 'one device'}, got "
+                f"{mesh_text(axes) or 'one device'}. Pass that mesh (a command: "
+                "neither --devices nor --mesh), or plan again."
             )
         if not other_devices:
             check_devices(axes, self.environment, devices)
@@ -546,7 +546,3 @@ def _write(path: str | Path, data: bytes) -> None:
 def _loaded(text: str, allowed_options: Collection[str]) -> Plan:
     """Makes a plan of the text of :meth:`Plan.to_json`."""
     return Plan.from_json(json.loads(text), allowed_options=allowed_options)
-
-
-def _mesh_text(axes: Sequence[tuple[str, int]]) -> str:
-    return f"a mesh {dict(axes)}" if axes else "one device"

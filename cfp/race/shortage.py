@@ -249,5 +249,5 @@ def _advice(
         return f"{advice}."
     return (
         f"{advice}. {len(choice.remat)} of the {len(able)} segments that can be "
-        "rematerialized are; of a loop's body jax.checkpoint keeps less."
+        "rematerialized are; jax.checkpoint in the model (--remat of cfp's) keeps less."
     )

@@ -49,6 +49,7 @@ def with_figures(
     failed: Mapping[SegmentKernels, str] = MappingProxyType({}),
     raced: Sequence[tuple[Candidate, float]] = (),
     dimensions: Set[Dimension] = ALL_DIMENSIONS,
+    budget_bytes: int | None = None,
 ) -> Plan:
     """Adds its figures to a plan.
 
@@ -62,6 +63,7 @@ def with_figures(
     left = Counter(_kernels(analysis, layout, choice, replacing, failed, problem))
     found = Figures(
         kernels=sharded_kernels(layout),
+        budget_bytes=budget_bytes,
         chosen=tuple(str(one) for one in Dimension if one in dimensions),
         left=tuple(
             LeftFigures(source=source, reason=reason, count=n, kernel=kernel)
@@ -191,7 +193,6 @@ def _searched(
         segment_kinds=problem.kinds,
         picks=tuple(picks or ()),
         fixed_bytes=problem.fixed_bytes,
-        budget_bytes=problem.budget_bytes,
     )
 
 

@@ -38,10 +38,8 @@ def unplanned_text(plan: Plan) -> str:
     """Counts the variants that time was too short for; "" if there are none."""
     every = plan.figures.variants if plan.figures else ()
     late = sum(one.note.startswith(UNPLANNED) for one in every)
-    if not late:
-        return ""
     text = f"time was over before {late} of {len(every)} variants could be planned"
-    return f"{text}: {_MORE_TIME}"
+    return f"{text}: {_MORE_TIME}" if late else ""
 
 
 def _nothing_sharded(plan: Plan) -> Values:
@@ -72,11 +70,8 @@ def _branches(plan: Plan) -> Values:
     flags = few([f"{ms:.3f} ms with {flag}" for r in mine for flag, ms in r.flag_ms])
     timed = [ms for row in mine for ms in row.samples_ms]
     span = f" (samples of {min(timed):.3f} to {max(timed):.3f} ms)" if timed else ""
-    how = (
-        f"measured {flags}"
-        if flags
-        else f"timed with the branches taken meanwhile{span}"
-    )
+    how = f"timed with the branches taken meanwhile{span}"
+    how = f"measured {flags}" if flags else how
     return (how, few(texts)) if texts else ()
 
 
@@ -216,11 +211,12 @@ def _crossing(plan: Plan) -> Values:
 
 
 def _undivided(plan: Plan) -> Values:
-    """A described plan's devices and its batch, if they do not divide it."""
+    """A described plan's devices and its batch, if they divide a part of it."""
     devices = prod(n for _, n in plan.mesh_axes)
     batch = round(plan.search.get("batch_samples") or 0)
     is_left = "described" in plan.environment and batch % devices
-    return (str(devices), str(batch)) if is_left else ()
+    is_whole = any(f" ({batch} over " in text for text in plan.uneven)
+    return (str(devices), str(batch)) if is_left and not is_whole else ()
 
 
 _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (

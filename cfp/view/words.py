@@ -135,8 +135,8 @@ def headline(plan: Plan) -> str:
 
 
 def figure_texts(plan: Plan) -> list[str]:
-    """Lists the time and the memory of a plan, with their sources."""
-    parts = []
+    """Lists the time and the memory of a plan; the verdict on memory comes first."""
+    parts, memory = [], [*filter(None, [memory_text(plan)])]
     if (ms := plan.measured_ms) is not None:
         rough, cached = is_rough(plan), bool(plan.search.get("race_cached"))
         where = " of ".join(["one turn"] * rough + ["an earlier race"] * cached)
@@ -144,7 +144,8 @@ def figure_texts(plan: Plan) -> list[str]:
         parts.append(f"{ms:{form}} ms per step, measured{where and f' in {where}'}")
     if plan.predicted_ms is not None:
         parts.append(f"{plan.predicted_ms:.3f} ms {_predicted_how(plan)}")
-    return [*parts, *filter(None, [memory_text(plan)])]
+    has_budget = plan.figures and plan.figures.budget_bytes
+    return [*memory, *parts] if has_budget else [*parts, *memory]
 
 
 def is_rough(plan: Plan) -> bool:
@@ -154,16 +155,18 @@ def is_rough(plan: Plan) -> bool:
 
 
 def memory_text(plan: Plan) -> str:
-    """Describes the memory of a plan; for described devices, of the memory there."""
-    if plan.peak_bytes is not None:
-        return f"{format_bytes(plan.peak_bytes)} on each device"
-    if plan.predicted_bytes is None:
+    """Describes the memory of a plan, and says whether it fits, if that is known."""
+    size = plan.predicted_bytes if plan.peak_bytes is None else plan.peak_bytes
+    if size is None:
         return ""
-    size, how = format_bytes(plan.predicted_bytes), _predicted_how(plan)
-    budget = plan.figures.budget_bytes if plan.figures else None
-    if budget and plan.predicted_bytes <= budget and "described" in plan.environment:
-        return f"fits: {size} of {format_bytes(budget)} on each device, {how}"
-    return f"{size} on each device, {how}"
+    how = f", {_predicted_how(plan)}" if plan.peak_bytes is None else ""
+    text, budget = format_bytes(size), plan.figures and plan.figures.budget_bytes
+    if budget:
+        does = "fits in" if size <= budget else "does not fit: needs"
+        text = (
+            f"{does} {format_bytes(size, up=size > budget)} of {format_bytes(budget)}"
+        )
+    return f"{text} on each device{how}"
 
 
 def _predicted_how(plan: Plan) -> str:
@@ -245,15 +248,15 @@ def unsearched_text(plan: Plan) -> str:
 
 
 def budget_text(plan: Plan) -> str:
-    """Describes the memory of a device that a plan may use; "" without a limit."""
-    budget = plan.figures.budget_bytes if plan.figures else None
-    if budget is None:
-        return ""
+    """Compares the memory that a plan may use with all of a device's; or ""."""
+    budget = plan.figures and plan.figures.budget_bytes
     kind = kind_of(plan.environment.get("device_kind", ""))
-    whole = (kind and kind.memory_bytes) or 0
+    whole, reserve = kind.memory_bytes if kind else 0, plan.search.get(RESERVE_BYTES, 0)
+    if budget is None or not (reserve or budget <= whole):
+        return ""
     of = f"the {format_bytes(whole)} of " if budget <= whole else ""
     text = f"a plan may use {format_bytes(budget)} of {of}each device"
-    if reserve := round(plan.search.get(RESERVE_BYTES, 0.0)):
+    if reserve:
         asked, kept = map(format_bytes, (budget + reserve, reserve))
         return f"{text}: the budget of {asked} less {kept} that the allocator may add"
     return text

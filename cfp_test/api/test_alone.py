@@ -47,7 +47,7 @@ def test_one_device_has_a_plan_and_computes_the_step(state, tmp_path, measure):
         found,
         STEP_FN(*state),
     )
-    with pytest.raises(cfp.PlanMismatch, match="is for one device"):
+    with pytest.raises(cfp.PlanMismatch, match="mesh is one device"):
         plan.on(make_mesh((("x", 2),)))
 
 

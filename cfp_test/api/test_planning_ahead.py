@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import warnings
 from dataclasses import replace
 
 import jax
@@ -24,6 +25,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import TOO_LATE
 from cfp.settings import ConstraintLevel
+from cfp.targets import resolve
 from cfp.view.text import plan_text
 from cfp.view.words import VERIFIED
 from cfp_test.api.updown import SHAPES, arguments, step
@@ -58,7 +60,7 @@ def test_a_plan_by_estimates_says_so_everywhere(ahead):
     for text in (repr(ahead), plan_text(ahead, width=200)):
         assert "as 4xh200 is described" in text
         # The verdict first: on an H200 JAX takes 0.75 of 141 GB.
-        verdict = r"fits: \d+\.\d+ MiB of \d+\.\d+ GiB on each device, estimated"
+        verdict = r"fits in \d+\.\d+ MiB of \d+\.\d+ GiB on each device, estimated"
         assert re.search(verdict, " ".join(text.split())[:300]), text[:400]
         assert "estimated" in text and "measured," not in text
     assert "Estimates" in plan_text(ahead, width=200) and "Race" not in plan_text(
@@ -107,9 +109,21 @@ def test_a_preset_by_name_has_its_estimates_too(ahead, folder):
 
 def test_a_batch_that_the_devices_do_not_divide_is_said(ahead, folder):
     where = {"mesh": cfp.described("4xh200"), "cache_dir": folder}
-    found = cfp.plan(step, *arguments(66), preset="data_parallel", **where)
-    assert "4 devices do not divide the batch of 66" in " ".join(repr(found).split())
-    assert "do not divide the batch" not in repr(ahead)
+    how = {**where, "preset": "data_parallel"}
+    with pytest.warns(UserWarning, match=r"does not divide x \(66 over x=4\)") as seen:
+        found = cfp.plan(step, *arguments(66), **how)
+    assert len(seen) == 1 and seen[0].filename == __file__
+    text = " ".join(repr(found).split())
+    assert "whole, since the mesh does not divide it: x (66 over x=4)" in text
+    assert "do not divide the batch" not in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cfp.plan(step, *arguments(66), quiet=True, **how)
+    # Four hosts divide it, and all devices do not.
+    where["mesh"] = cfp.described("4x2xh100")
+    found = cfp.plan(step, *arguments(68), preset="hsdp", **where)
+    assert "8 devices do not divide the batch of 68" in " ".join(repr(found).split())
+    assert not found.uneven and "do not divide the batch" not in repr(ahead)
 
 
 def test_what_only_compiled_has_not_raced(ahead):
@@ -123,6 +137,41 @@ def test_a_budget_holds_by_estimate(folder):
         cfp.plan(
             step, *arguments(), mesh=mesh, memory_budget="134.3MB", cache_dir=folder
         )
+
+
+def test_a_preset_that_does_not_fit_says_so_first(folder):
+    how = {"mesh": cfp.described("4xh200"), "cache_dir": folder}
+    made = cfp.plan(step, *arguments(), preset="data_parallel", **how)
+    assert made.figures.budget_bytes == int(0.75 * 141 * 2**30)
+    small = cfp.plan(
+        step, *arguments(), preset="data_parallel", memory_budget="130MiB", **how
+    )
+    assert small.predicted_bytes == made.predicted_bytes > 3 * 2**20
+    assert small.figures.budget_bytes == 2 * 2**20  # the allocator's 128 MiB less
+    said = format_bytes(small.predicted_bytes, up=True)
+    times = f"{small.predicted_ms:.3f} ms estimated"
+    verdict = f"does not fit: needs {said} of 2.00 MiB on each device, estimated"
+    loaded = cfp.Plan.from_json(json.loads(small.to_json()))
+    for text in (repr(loaded), plan_text(loaded, width=200)):
+        assert f"{verdict}; {times}" in " ".join(text.split())[:300]
+    # What XLA has compiled counts, as of --compile.
+    compiled = replace(small, peak_bytes=2**20)
+    fits = f"fits in 1.00 MiB of 2.00 MiB on each device; {times}"
+    assert fits in " ".join(repr(compiled).split())
+
+
+def test_a_preset_by_name_has_the_kernels_that_the_search_gives_it(folder):
+    """A search takes chunked attention on TPUs, too, if memory is short."""
+    words = "--layers 1 --hidden 256 --heads 2 --ffn 256 --seq 4096 --vocab 256"
+    target = resolve("llama", [*words.split(), "--batch=64"])
+    how = {"mesh": cfp.described("v5e-8"), "donate_argnums": target.donate}
+    how |= {"memory_budget": "2GiB", "cache_dir": folder, "quiet": True}
+    found = cfp.plan(target.step, *target.args, **how)
+    [row] = [row for row in found.race if row.name == "fully_sharded"]
+    made = cfp.plan(target.step, *target.args, preset="fully_sharded", **how)
+    assert {one.kernels.attention for one in made.segments} == {"", "chunked"}
+    assert made.predicted_bytes == row.peak_bytes < 2**30
+    assert made.predicted_ms == pytest.approx(row.predicted_ms)
 
 
 def test_slow_links_change_what_is_chosen_between_hosts(folder):
@@ -299,7 +348,7 @@ def test_a_plan_is_loaded_for_a_described_mesh(ahead, folder):
     ahead.save(folder / "plan.json")
     loaded = cfp.Plan.load(folder / "plan.json", mesh=cfp.described("4xh200"))
     assert loaded == ahead and loaded.mesh is None
-    for text, differ in (("4xh100", "4 of NVIDIA H100"), ("8xh200", "mesh {'x': 8}")):
+    for text, differ in (("4xh100", "4 of NVIDIA H100"), ("8xh200", "x=4, got x=8")):
         with pytest.raises(PlanMismatch, match=differ):
             cfp.Plan.load(folder / "plan.json", mesh=cfp.described(text))
 

@@ -110,7 +110,7 @@ def test_a_number_in_place_of_an_array_is_named_where_it_makes_other_types(
 
 def test_another_number_of_devices_is_named(plan):
     two = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
-    with pytest.raises(cfp.PlanMismatch, match=r"is for a mesh .* or plan again"):
+    with pytest.raises(cfp.PlanMismatch, match=r"plan's mesh is .* or plan again"):
         plan.on(two)
 
 

@@ -227,16 +227,14 @@ def test_a_summary_divides_the_time_of_planning(golden):
     golden("summaries", {name: summary_line(plan) for name, plan in plans.items()})
 
 
-def test_variants_too_late_are_said_where_a_plan_is_saved(tmp_path, capsys):
+def test_variants_too_late_are_said_where_a_plan_is_saved(tmp_path):
     plan = SHORT["a variant too late"]
-    save(plan, tmp_path / "plan.json", say=True)
-    saved, *said = capsys.readouterr().out.splitlines()
-    assert saved.startswith("Saved ")
+    saved, *said = save(plan, tmp_path / "plan.json")
+    assert saved == f"Saved {tmp_path / 'plan.json'}"
     text = unplanned_text(plan)
     assert " ".join(" ".join(said).split()) == text[0].upper() + text[1:]
-    save(plan, tmp_path / "plan.json", say=False)
-    save(among(LATE[0]), tmp_path / "plan.json", say=True)
-    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert len(save(among(LATE[0]), tmp_path / "plan.json")) == 1
+    assert save(plan, None) == []
 
 
 def data_parallel(step, *args, devices=2, **more):

@@ -539,10 +539,10 @@ def spec_of(sharding: Any, mesh: Mesh) -> PartitionSpec:
     if not sharding.is_tiled():
         return PartitionSpec()
     sizes, shape = mesh.devices.shape, sharding.tile_assignment_dimensions()
+    # Behind the tensor's dims are those of devices with the same piece.
+    behind = sharding.replicate_on_last_tile_dim() + len(sharding.subgroup_types())
     devices = np.argsort(sharding.tile_assignment_devices())
-    pieces = np.indices(shape).reshape(len(shape), -1)[:, devices]
-    if sharding.replicate_on_last_tile_dim():
-        pieces = pieces[:-1]
+    pieces = np.indices(shape).reshape(len(shape), -1)[: len(shape) - behind, devices]
     spec = []
     for piece in pieces.reshape(-1, *sizes):
         steps = [

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.lib import xla_client
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -160,6 +161,25 @@ def test_axes_of_shardings_are_read_again(spec, shape):
     hlo = given._to_xla_hlo_sharding(len(shape))
     found = NamedSharding(mesh, partitioned.spec_of(hlo, mesh))
     assert found.is_equivalent_to(given, len(shape))
+
+
+@pytest.mark.parametrize(("order", "axis"), [((0, 1, 2), "x"), ((2, 0, 1), "z")])
+@pytest.mark.parametrize("kinds", [["MANUAL"], ["MANUAL", "REPLICATED"]])
+def test_devices_with_the_same_piece_are_no_dim(order, axis, kinds):
+    mesh = make_mesh((("x", 2), ("y", 2), ("z", 2)))
+    tiles = (2, 4) if len(kinds) == 1 else (2, 2, 2)
+    types = [getattr(xla_client.OpSharding.Type, kind) for kind in kinds]
+    hlo = xla_client.HloSharding.iota_tile(tiles, (2, 2, 2), order, types)
+    assert partitioned.spec_of(hlo, mesh) == PartitionSpec((axis,))
+
+
+def test_an_axis_in_parts_is_whole():
+    """Two dims by halves of an axis of four, and pieces in the reverse order."""
+    mesh, of = make_mesh((("x", 4),)), xla_client.HloSharding
+    assert partitioned.spec_of(of.iota_tile((2, 2)), mesh) == PartitionSpec()
+    assert partitioned.spec_of(of.iota_tile((4, 1)), mesh) == PartitionSpec(("x",), ())
+    turned = of.iota_tile((4,), (2, 2), (1, 0))
+    assert partitioned.spec_of(turned, mesh) == PartitionSpec()
 
 
 def test_names_are_the_same_in_every_trace_and_on_every_mesh():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
-import os
-import stat
 import sys
 from typing import Any
 
@@ -13,7 +12,7 @@ OLDEST_PYTHON = (3, 11)
 
 
 class _Pipe(io.FileIO):
-    """A pipe or a socket that drops output after its reader has left.
+    """A file, pipe or socket that drops output after its reader has left.
 
     `cfp show plan.json | head` ends without an error, and planning goes on to save its
     plan.
@@ -31,24 +30,16 @@ def _outlive_readers() -> None:
     """Lets the process go on where what it writes to is closed at the other end."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper) and _has_reader(stream):
-            pipe = io.BufferedWriter(_Pipe(stream.fileno(), "w", closefd=False))
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        with contextlib.suppress(OSError, ValueError):  # It is in memory, or closed.
             text = io.TextIOWrapper(
-                pipe,
+                io.BufferedWriter(_Pipe(stream.fileno(), "w", closefd=False)),
                 encoding=stream.encoding,
                 errors=stream.errors,
                 line_buffering=stream.line_buffering or stream.write_through,
             )
             setattr(sys, name, text)
-
-
-def _has_reader(stream: io.TextIOWrapper) -> bool:
-    """True if a stream is a pipe or a socket."""
-    try:
-        mode = os.fstat(stream.fileno()).st_mode
-    except (OSError, ValueError):  # It is in memory, or closed.
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from copy import copy
 from difflib import get_close_matches
+from operator import itemgetter
 from pathlib import Path, PurePath
 
 _OWN = Path(__file__).resolve().parent
@@ -115,9 +116,7 @@ class MemoryBudgetError(CfpError):
         super().__init__(message)
         self.fastest_ms: float | None = None
         self.smallest_feasible_bytes = smallest_feasible_bytes
-        self.contributors = sorted(
-            contributors, key=lambda contributor: contributor[1], reverse=True
-        )
+        self.contributors = sorted(contributors, key=itemgetter(1), reverse=True)
 
     def with_line(self, line: str, *, behind_first: bool = False) -> MemoryBudgetError:
         """Returns the error with one more line in its message.

@@ -182,8 +182,7 @@ def make_mesh(axes: Axes | None, *, remedy: str = "") -> Mesh:
             f"and here are {len(devices)} of platform {kind}"
             f"{_by_process(devices)}. {remedy}"
         )
-    names = tuple(name for name, _ in axes)
-    sizes = tuple(size for _, size in axes)
+    names, sizes = zip(*axes, strict=True)
     kinds = (jax.sharding.AxisType.Auto,) * len(names)
     return jax.make_mesh(sizes, names, kinds, devices=devices[:wanted])
 

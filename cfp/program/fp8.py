@@ -56,12 +56,9 @@ _PASSES = (
 # as much time as it takes (docs/fp8.md).
 _SLOWER = "quantizing takes longer than it saves", 3000.0
 _WITHOUT = "the devices have no FP8 products", 1e30
-# Sizes of a product that cuBLASLt has FP8 kernels for.
-_MULTIPLE = 16
 # The exponent that the largest magnitude gets: below 448 of e4m3, 57344 of e5m2.
 _EXPONENT = {"float8_e4m3fn": 7, "float8_e5m2": 14}
 _FORWARD, _GRADIENT = "float8_e4m3fn", "float8_e5m2"
-_EXPONENT_BITS = 0x7F800000
 _Copy = tuple[ir.Value, ir.Value]  # The numbers in FP8 and their scale.
 
 
@@ -110,12 +107,15 @@ def read_precision(precision: str) -> tuple[int, list[str]]:
 
 
 def options_of(rewritten: Rewritten) -> dict[str, str]:
-    """Compiler options for a program: Triton is left out if there are FP8 products.
+    """Compiler options for a program: two passes are left out if it has FP8 products.
 
-    Tuning its kernels takes 44 s for eleven FP8 products, and 1 s without, and the
-    library's are as fast (``docs/fp8.md``).
+    Tuning Triton's kernels takes 44 s for eleven, 1 s without. XLA merges products that
+    read one operand, and does not find FP8 in merged ones (``docs/fp8.md``).
     """
-    without = {"xla_gpu_enable_triton_gemm": "False"}
+    without = {
+        "xla_gpu_enable_triton_gemm": "False",
+        "xla_gpu_dot_merger_threshold_mb": "0",
+    }
     return without if TAKEN in rewritten.products else {}
 
 
@@ -190,8 +190,8 @@ def _reason(one: _Product, last: Set[int], left: Set[int], least: int) -> str:
     sizes = _sizes(one.op)
     if min(sizes) < least:
         return f"smaller than {least}"
-    if any(size % _MULTIPLE for size in sizes):
-        return f"a size that {_MULTIPLE} does not divide"
+    if any(size % 16 for size in sizes):  # cuBLASLt has no kernels for others.
+        return "a size that 16 does not divide"
     return ""
 
 
@@ -399,7 +399,7 @@ def quantize(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     finite = lax.select(lax.is_finite(x), lax.abs(x), lax.full_like(x, 0))
     largest = lax.reduce_max(finite, tuple(range(x.ndim))).astype(jnp.float32)
     bits = lax.bitcast_convert_type(largest, jnp.int32)
-    power = lax.bitcast_convert_type(bits & _EXPONENT_BITS, jnp.float32)
+    power = lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)  # Exponent.
     least = jnp.finfo(x.dtype).smallest_normal
     scale = jnp.maximum(power * 2.0 ** -_EXPONENT[kind], float(least))
     rounded = (x.astype(jnp.float32) * lax.broadcast(1 / scale, x.shape)).astype(kind)

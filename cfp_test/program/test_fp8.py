@@ -18,7 +18,14 @@ from cfp.checking.reference import both_sides
 from cfp.devices.described import described
 from cfp.errors import OptionError
 from cfp.plan.plan import Plan
-from cfp.program.fp8 import _SLOWER, TAKEN, _has_products, _lowered, quantize
+from cfp.program.fp8 import (
+    _SLOWER,
+    TAKEN,
+    _has_products,
+    _lowered,
+    options_of,
+    quantize,
+)
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step
 from cfp_test.program import fp8_oracle
@@ -256,6 +263,14 @@ def test_products_of_empty_arrays_stay(shape):
     lowering, run = lowered(step, args)
     assert TAKEN not in lowering.rewritten.products
     assert (run(*args) == 0).all()
+
+
+def test_xla_merges_no_products_of_a_program_with_fp8():
+    whole, _ = lowered(partial(train, layer, unrolled), arguments())
+    none, _ = lowered(partial(train, layer, unrolled), arguments(), "fp8:4096")
+    names = {"xla_gpu_enable_triton_gemm", "xla_gpu_dot_merger_threshold_mb"}
+    assert options_of(whole.rewritten).keys() == names
+    assert options_of(none.rewritten) == {}
 
 
 def test_a_loop_condition_reads_a_parameter():

@@ -337,12 +337,12 @@ class _Planning:
         """Analyses a variant's step, in all processes that have devices of its mesh."""
         mesh = variant.mesh
         talk = leading(mesh) if isinstance(mesh, Mesh) else None
-        number = talk.say("trace", variant.name, step.in_host) if talk else 0
+        said = talk and talk.say("trace", variant.name, step.in_host)
         with unchecked():
             made = analyze_step(step, mesh, self.options.pins)
-        if talk is not None:
+        if talk and said:
             mine = made.analysis.frame.program.fingerprint
-            for process, other in enumerate(talk.answers(number), start=1):
+            for process, other in enumerate(talk.answers(said), start=1):
                 check_alike({"program": mine[:12]}, {"program": other[:12]}, process)
         return made
 

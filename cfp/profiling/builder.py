@@ -7,7 +7,6 @@ again.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,7 +18,7 @@ import jax
 from jax.sharding import Mesh, Sharding
 from jax.tree_util import tree_leaves
 
-from cfp.profiling.coordination import leading
+from cfp.profiling.coordination import Said, leading
 from cfp.profiling.files import make_private_folder
 from cfp.profiling.hlo import collectives_in
 from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
@@ -113,17 +112,6 @@ class BuildEnvironment:
         return {"xla_gpu_per_fusion_autotune_cache_dir": str(tuned)}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Shared:
-    """The same program in other processes, while this object lives.
-
-    Attributes:
-      number: of the job in which they built it.
-    """
-
-    number: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built(CompiledBytes):
     """A compiled program with the compiler's figures.
@@ -137,7 +125,7 @@ class Built(CompiledBytes):
 
     key: ProfileKey
     compiled: Any
-    shared: Shared | None = None
+    shared: Said | None = None
     collectives: tuple[Collective, ...] = ()
     build_seconds: float = 0.0
 
@@ -192,11 +180,8 @@ def build_everywhere(
     """
     if (talk := leading(mesh)) is None:
         return make()
-    number = talk.say("build", fingerprint, mesh, task)
-    shared = Shared(number=number)
-    weakref.finalize(shared, talk.drop, number).atexit = False
-    mine = make()
-    failures = [one for one in talk.answers(number) if one is not None]
+    shared, mine = talk.say("build", fingerprint, mesh, task), make()
+    failures = [one for one in talk.answers(shared) if one is not None]
     if not isinstance(mine, Built):
         return mine
     for status, reason in failures:

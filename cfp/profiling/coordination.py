@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
+from weakref import WeakSet
 
 import jax
 from jax.sharding import Mesh
@@ -52,6 +53,13 @@ _AGAIN = "Then start all processes again: records are kept."
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, eq=False)
+class Said:
+    """A job of all processes: while it lives, followers keep what they built for it."""
+
+    number: int
+
+
 @dataclass(slots=True)
 class Coordination:
     """The messages of all processes in turn; one for each client of `jax.distributed`.
@@ -72,7 +80,7 @@ class Coordination:
     is_on: bool = False
     hosts: tuple[str, ...] = ()
     least_bytes: int = 0
-    _dropped: list[int] = field(default_factory=list)
+    _alive: WeakSet[Said] = field(default_factory=WeakSet)
     _lock: Any = field(default_factory=threading.Lock)
 
     @property
@@ -80,31 +88,27 @@ class Coordination:
         """True if this process decides."""
         return self.channel.process == 0
 
-    def say(self, job: str, *arguments: Any) -> int:
-        """Has all followers do a job; returns its number."""
+    def say(self, job: str, *arguments: Any) -> Said:
+        """Has all followers do a job."""
         with self._lock:
             self.number += 1
-            number, dropped = self.number, [*self._dropped]
-            del self._dropped[: len(dropped)]
-            self._put(f"{number}/job", (job, arguments, dropped))
-        return number
+            self._alive.add(said := Said(self.number))
+            alive = {one.number for one in self._alive}
+            self._put(f"{said.number}/job", (job, arguments, alive))
+        return said
 
-    def answers(self, number: int, failure: str = "") -> list[Any]:
+    def answers(self, said: Said, failure: str = "") -> list[Any]:
         """Reads all followers' answers to a job, in order.
 
         Args:
             failure: of the job here, after which no answer may come.
         """
-        others = range(1, self.channel.count)
+        others, number = range(1, self.channel.count), said.number
         found = [self._read(f"{number}/{n}", n, "an answer", failure) for n in others]
         self.channel.forget(f"{self._folder}/{number}")
         return found
 
-    def drop(self, number: int) -> None:
-        """Has followers forget what they built for a job, with the next one."""
-        self._dropped.append(number)
-
-    def settle(self, number: int, failure: str) -> None:
+    def settle(self, said: Said, failure: str) -> None:
         """Makes sure that a run failed in all processes, or in none.
 
         Args:
@@ -113,7 +117,7 @@ class Coordination:
         Raises:
             ProcessError: it failed in some only, or another process is gone.
         """
-        found = [failure, *self.answers(number, failure)]
+        found = [failure, *self.answers(said, failure)]
         failed = [str(n) for n, text in enumerate(found) if text]
         if 0 < len(failed) < len(found):
             raise ProcessError(
@@ -122,22 +126,21 @@ class Coordination:
             )
 
     def follow(
-        self, jobs: Mapping[str, Callable[..., Any]], forget: Callable[[int], object]
+        self, jobs: Mapping[str, Callable[..., Any]], keep: Callable[[set[int]], object]
     ) -> Any:
         """Carries out the leader's jobs until the end, and returns the leader's result.
 
         Args:
             jobs: functions of a job's number and arguments. They return an answer, or
                 the reason of a failure here, so that the leader does not wait for ever.
-            forget: releases built programs, by number.
+            keep: releases built programs, but for those of some numbers.
         """
         failure = ""
         while True:
             self.number += 1
             place = f"{self.number}/job"
-            job, arguments, dropped = self._read(place, 0, "a job", failure)
-            for one in dropped:
-                forget(one)
+            job, arguments, alive = self._read(place, 0, "a job", failure)
+            keep(alive)
             if job == _END:
                 self.answer(self.number, None)
                 return arguments[0]
@@ -177,10 +180,10 @@ class Coordination:
             check_alike(every[0], other, process)
         self.hosts, self.least_bytes = hosts, min(sizes)
 
-    def order(self, number: int) -> Callable[[int], None]:
+    def order(self, said: Said) -> Callable[[int], None]:
         """Says to the followers of a job how often to execute; 0 is the last."""
         steps = itertools.count()
-        return lambda times: self._put(f"{number}/order/{next(steps)}", times)
+        return lambda times: self._put(f"{said.number}/order/{next(steps)}", times)
 
     def orders(self, number: int) -> Iterator[int]:
         """The leader's orders within a job, in a follower."""

@@ -30,7 +30,7 @@ def follow(talk: Coordination, make: Trace, environment: BuildEnvironment) -> An
     with CompilePool(default_threads(jax.local_devices()[0].platform)) as pool:
         one = Follower(talk, make, environment, pool)
         jobs = {"trace": one.trace, "build": one.build, "run": one.run}
-        return talk.follow(jobs, lambda number: one.built.pop(number, None))
+        return talk.follow(jobs, one.keep)
 
 
 @dataclass(slots=True)
@@ -79,6 +79,11 @@ class Follower:
         if isinstance(made, Built):
             compile_generators(program, mesh, task)
         return made
+
+    def keep(self, alive: set[int]) -> None:
+        """Releases built programs that the leader has released."""
+        for number in self.built.keys() - alive:
+            del self.built[number]
 
     def run(self, number: int, what: int, *how: Any) -> str:
         """Runs the program of a job; answers with a failure's reason, or ""."""

@@ -129,12 +129,12 @@ def execute(
     if (talk := leading(mesh)) is None:
         return execute_here(built, *how, lambda run: measure(run, timing).samples_ms)
     assert built.shared is not None, "it was built in all processes"
-    number = talk.say("run", built.shared.number, *how)
-    order = talk.order(number)
+    said = talk.say("run", built.shared.number, *how)
+    order = talk.order(said)
     timed = partial(measure, options=timing, announce=order)
     record = execute_here(built, *how, lambda run: timed(run).samples_ms)
     order(0)
-    talk.settle(number, "" if record.ok else record.reason)
+    talk.settle(said, "" if record.ok else record.reason)
     return record
 
 

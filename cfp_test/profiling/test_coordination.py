@@ -9,7 +9,7 @@ import pytest
 
 from cfp.errors import ProcessError
 from cfp.profiling import coordination
-from cfp.profiling.coordination import Coordination, check_alike, coordinated
+from cfp.profiling.coordination import Coordination, Said, check_alike, coordinated
 
 
 class Shared:
@@ -73,12 +73,13 @@ def said(talk):
 
 def test_a_follower_does_what_it_is_told_until_the_end(talks):
     leader, follower = talks
-    did, dropped = [], []
+    did, kept = [], []
 
     def lead():
-        number = leader.say("double", 21)
-        found = leader.answers(number)
-        leader.drop(number)
+        first = leader.say("double", 21)
+        found = leader.answers(first)
+        found += leader.answers(leader.say("double", 4))
+        del first
         leader.broadcast("the plan")
         return found
 
@@ -86,11 +87,12 @@ def test_a_follower_does_what_it_is_told_until_the_end(talks):
         did.append(value)
         follower.answer(number, 2 * value)
 
-    found = both(lead, lambda: follower.follow({"double": double}, dropped.append))
-    assert found == [[42], "the plan"]
-    assert (did, dropped) == ([21], [1])
+    found = both(lead, lambda: follower.follow({"double": double}, kept.append))
+    assert found == [[42, 8], "the plan"]
+    # The second is released once it is answered, the first where it is deleted.
+    assert (did, kept) == ([21, 4], [{1}, {1, 2}, {3}])
     # Both are at the same point, and no message is left.
-    assert leader.number == follower.number == 2
+    assert leader.number == follower.number == 3
     assert said(leader) == []
 
 
@@ -121,12 +123,12 @@ def run_of(talks, ours, theirs):
     ran = []
 
     def lead():
-        number = leader.say("run")
-        order = leader.order(number)
+        job = leader.say("run")
+        order = leader.order(job)
         for times in () if ours else (3, 1):
             order(times)
         order(0)
-        leader.settle(number, ours)
+        leader.settle(job, ours)
         leader.broadcast("the plan")
 
     def run(number):
@@ -197,7 +199,7 @@ def test_what_ends_one_process_ends_the_other(talks, monkeypatch):
         interrupted()
     leader.epoch = follower.epoch
     with pytest.raises(ProcessError, match="Process 1 of this program has failed") as e:
-        leader.answers(1)
+        leader.answers(Said(1))
     assert "KeyboardInterrupt" in str(e.value)
 
 

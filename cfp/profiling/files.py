@@ -10,7 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -79,21 +79,19 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 @contextlib.contextmanager
-def locked(path: Path, waits: Callable[[], object] = lambda: None) -> Iterator[None]:
+def locked(path: Path, waits: bool = True) -> Iterator[bool]:
     """Locks a private file, while the body runs, for this opener alone.
 
-    Where there are no file locks (some network file systems) it does nothing.
-
-    Args:
-      waits: called before it waits for another opener.
+    Yields False if another opener has it, and this one does not wait. Where there are
+    no file locks (some network file systems) it does nothing.
     """
+    is_ours = True
     with open_private(path, "ab") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except BlockingIOError:
-            waits()
-            fcntl.flock(file, fcntl.LOCK_EX)
+            is_ours = False
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-        yield
+        yield is_ours

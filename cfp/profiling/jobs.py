@@ -31,6 +31,7 @@ from cfp.profiling.tasks import MeasureOptions, Phase, Progress, Task
 # H200, with 12 of them, the last two of 26 programs took 5 s after a batch of 24. So
 # batches are of one size, at most this.
 _BUILT_BY_EACH_THREAD = 4
+_LOOK_AGAIN_SECONDS = 0.2
 _TELL_SECONDS = 5.0  # While a build is awaited.
 
 AnyTask = TypeVar("AnyTask", bound=Task)
@@ -159,11 +160,12 @@ class _Run:
         def say(job: Task, number: int, left: int, seconds: float) -> None:
             self.tell(job.label, "build", left if seconds else 0, seconds)
 
-        def wait() -> None:
-            self.tell(waiting[0].label, "wait")
-
         while waiting and not self.is_late():
-            with self.store.alone(self.jobs, wait):
+            with self.store.alone(self.jobs) as is_alone:
+                if not is_alone:
+                    self.tell(waiting[0].label, "wait")
+                    time.sleep(_LOOK_AGAIN_SECONDS)
+                    continue
                 waiting = self._unknown(waiting)
                 batch, waiting = waiting[:size], waiting[size:]
                 built = build_all(

@@ -12,7 +12,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -78,13 +78,11 @@ class ProfileStore:
                 self._connection.close()
             self._connection = None
 
-    def alone(
-        self, keys: Iterable[str], waits: Callable[[], object]
-    ) -> AbstractContextManager[None]:
-        """Has this process alone measure some jobs; `waits` tells that it waits."""
+    def alone(self, keys: Iterable[str]) -> AbstractContextManager[bool]:
+        """Has no other process measure some jobs meanwhile; False if one does."""
         # Of one lock for each job few would be used: others seldom share a letter.
         name = f"{self.path.name}.measuring-{min(keys)[0]}"
-        return locked(self.path.with_name(name), waits)
+        return locked(self.path.with_name(name), waits=False)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:

@@ -212,7 +212,7 @@ def test_suspects_are_built_one_at_a_time(shop, store):
 
 def test_what_another_process_is_at_is_waited_for(shop, store):
     events, other = [], ExitStack()
-    other.enter_context(store.alone(digests("abc"), pytest.fail))
+    assert other.enter_context(store.alone(digests("abc")))
 
     def tell(event: Progress) -> None:
         events.append((event.phase, event.label))
@@ -227,6 +227,18 @@ def test_what_another_process_is_at_is_waited_for(shop, store):
     assert (summary.measured, summary.cached) == (2, 1)
     assert summary.records[key_of("a").digest].time_ms == 5.0
     assert events.count(("wait", "task a")) == 1
+
+
+def test_another_process_is_not_waited_for_when_time_is_over(shop, store):
+    late = threading.Event()
+
+    def tell(event: Progress) -> None:
+        if event.phase == "wait":
+            late.set()
+
+    with store.alone(digests("ab")):
+        found = run_tasks(shop.tasks("ab"), store, is_late=late.is_set, progress=tell)
+    assert late.is_set() and (shop.built, dict(found.records)) == ([], {})
 
 
 def test_equal_tasks_are_measured_once(shop, store):

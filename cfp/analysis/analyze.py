@@ -144,9 +144,9 @@ def _blocks_and_state(program: Program) -> tuple[Any, ...]:
     parameters = {
         position
         for group in groups
-        for position, output in zip(group.args, group.outputs, strict=True)
+        for position in group.args
         if group.has_update
-        or output is None
+        or (output := paired[position]) is None
         or program.outputs[output] == program.args[position]
     }
     blocks = find_blocks(flow, number_values(program), updates, parameters)
@@ -326,8 +326,8 @@ def movable_state(frame: Frame) -> HostState:
     """Finds the state that only its own update reads, the largest first."""
     program, found = frame.program, dict[tuple[int, int], int]()
     for group in frame.groups:
-        for argument, result in zip(group.args, group.outputs, strict=True):
-            value = program.args[argument]
+        for argument in group.args:
+            value, result = program.args[argument], frame.paired[argument]
             size = program.values[value].size_bytes
             is_kept = any(program.arg_memory[argument : argument + 1])
             if result is None or program.outputs[result] == value or is_kept:

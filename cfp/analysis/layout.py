@@ -480,7 +480,8 @@ def group_axes(
     ops = of.reads if reads else (*of.ops, *of.inner_ops)
     values = [program.args[p] for p in (of.args[:1] if reads else of.args)]
     if not reads:  # An argument and its new value are stored alike.
-        values += [program.outputs[o] for o in of.outputs if o is not None]
+        new = (frame.paired[p] for p in of.args)
+        values += [program.outputs[o] for o in new if o is not None]
     form = form_of(program, frame.canonical, ops, values), spec
     if form not in known:
         known[form] = _axes_of(frame, ops, values, spec)

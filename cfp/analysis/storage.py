@@ -56,8 +56,6 @@ class StorageGroup:
     Attributes:
         args: argument positions, the parameter first: the argument that the rest of the
             program reads, if there is one.
-        outputs: the outputs that carry their new values, aligned with ``args``; None
-            for an argument that is read but not updated.
         ops: ids of the top-level update ops.
         gradients: value ids that enter the update from the rest of the program.
         inner_ops: ids of update ops inside loops and branches, such as sums of
@@ -74,7 +72,6 @@ class StorageGroup:
 
     index: int
     args: tuple[int, ...]
-    outputs: tuple[int | None, ...]
     ops: tuple[int, ...]
     gradients: tuple[int, ...]
     shape: tuple[int, ...]
@@ -267,7 +264,6 @@ class _Finder:
         return StorageGroup(
             index=index,
             args=tuple(positions),
-            outputs=tuple(self.paired[p] for p in positions),
             ops=tuple(i for i in sorted(inside) if program.ops[i].parent < 0),
             gradients=tuple(entering),
             shape=shape,

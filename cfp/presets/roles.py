@@ -276,11 +276,10 @@ class _Walk:
         computed = self.computed
         found: dict[int, Ranks] = {}
         for op in reversed(program.ops):
+            if op.rule is None or computed.isdisjoint(op.results):
+                continue
             same = (self.same.get(r, r) for r in op.results)
             results = [found.get(r) or self._marks(r) for r in same]
-            is_computed = not computed.isdisjoint(op.results)
-            if op.rule is None or not any(results) or not is_computed:
-                continue
             rows = {
                 op.rule.major(dims[d])
                 for marks, dims in zip(results, op.rule.results, strict=False)
@@ -288,9 +287,10 @@ class _Walk:
                 if rank == 0
             } - {None}
             for v, dims in zip(op.operands, op.rule.operands, strict=False):
+                if not rows or self._marks(v):
+                    continue
                 majors = map(op.rule.major, dims)
-                marks = {d: 0 for d, factor in enumerate(majors) if factor in rows}
-                if marks and not self._marks(v):
+                if marks := {d: 0 for d, f in enumerate(majors) if f in rows}:
                     found[self.same.get(v, v)] = marks
         return found
 

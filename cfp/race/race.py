@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
 from cfp.context import DecidedBy, PlanContext
@@ -70,7 +71,6 @@ class Race:
     solution: Solution
     started: float = field(default_factory=time.perf_counter)
     built: dict[str, Built] = field(default_factory=dict)
-    fresh: list[str] = field(default_factory=list)  # What was not in the store.
     # Of candidates that were compiled before, by key.
     sizes: dict[object, CompiledBytes] = field(default_factory=dict)
 
@@ -98,24 +98,19 @@ class Race:
         """Compiles candidates; results say what they need and which cannot race."""
         environment = self.context.environment
         programs = programs_of(self.analysis, candidates, environment)
-        return self._noted(compile_programs(self.builder, programs))
+        return compile_programs(self.builder, programs)
 
     def time(
         self,
         candidates: Sequence[Candidate],
         rounds: int,
         race: Parts = (),
-        looks: Mapping[str, ProfileRecord] | None = None,
+        looks: Mapping[str, ProfileRecord] = MappingProxyType({}),
     ) -> list[RaceResult]:
         """Times candidates in turn; see `race_programs`."""
         where = (*self.context.environment, *race)
         programs = programs_of(self.analysis, candidates, where)
-        how = {"looks": looks} if looks else {}
-        return self._noted(race_programs(self.builder, programs, rounds, **how))
-
-    def _noted(self, results: list[RaceResult]) -> list[RaceResult]:
-        self.fresh.extend(one.name for one in results if not one.cached)
-        return results
+        return race_programs(self.builder, programs, rounds, looks)
 
     def rank(self, candidates: Sequence[Candidate]) -> Ranking:
         """Times candidates, and the leaders again with other compiler options."""
@@ -243,7 +238,7 @@ class Race:
         counts: dict[str, float] = {
             **self.solution.counts,
             RACE_SECONDS: self.seconds,
-            "race_cached": float(not self.fresh),
+            "race_cached": float(all(one.cached for one in results)),
         }
         found = RaceOutcome(
             solution=self.solution,

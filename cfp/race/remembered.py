@@ -169,7 +169,8 @@ def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Rememb
         job: the whole program under any choice, without compiler options.
     """
     like = _apart_from_choice(job.key.parts)
-    options = _strategies(analysis)
+    program, mesh = analysis.frame.program, analysis.frame.mesh
+    options = [block_strategies(program, b, mesh) for b in analysis.frame.blocks]
     found = [
         (made, record)
         for record in store.records()
@@ -226,17 +227,6 @@ def known_to_fit(
         )
         for number, (one, _) in enumerate(chosen, 1)
     ]
-
-
-def choice_of(analysis: Analysis, record: ProfileRecord) -> Choice | None:
-    """The choice that a record is of; None if it does not say, or none is known."""
-    found = _read(analysis, _strategies(analysis), record)
-    return found and found.choice
-
-
-def _strategies(analysis: Analysis) -> list[Sequence[Strategy]]:
-    frame = analysis.frame
-    return [block_strategies(frame.program, b, frame.mesh) for b in frame.blocks]
 
 
 def _apart_from_choice(parts: tuple[tuple[str, str], ...]) -> dict[str, str]:

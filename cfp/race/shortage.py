@@ -21,7 +21,6 @@ from cfp.errors import CfpError, MemoryBudgetError
 from cfp.printable import format_bytes, merged_name
 from cfp.profiling.record import CompiledBytes
 from cfp.race.programs import RaceResult
-from cfp.race.remembered import choice_of
 from cfp.search.choices import whole_choice
 from cfp.search.problem import Problem
 from cfp.search.solver import leanest, solve
@@ -97,8 +96,7 @@ def no_winner(
         f"{format_bytes(most)}."
     )
     use = {**compiled_use(best.size), RESERVE: reserve_bytes}
-    choice = choice_of(analysis, best.record) if best.record is not None else None
-    error = _error(analysis, first, needed, use, choice)
+    error = _error(analysis, first, needed, use, best.candidate.choice)
     known = [r.candidate.predicted_ms for r in compiled if r.candidate.predicted_ms]
     error.fastest_ms = min(known, default=None)
     broken = defaultdict[str, list[str]](list)
@@ -155,7 +153,7 @@ def _error(
     first: str,
     needed_bytes: int,
     use: Mapping[str, int],
-    choice: Choice | None,
+    choice: Choice,
 ) -> MemoryBudgetError:
     """The error with all lines of its message.
 
@@ -163,7 +161,7 @@ def _error(
         first: what does not fit.
         needed_bytes: what the leanest needs.
         use: what that is for, in bytes.
-        choice: what it chooses, if that is known.
+        choice: what it chooses.
     """
     parts = sorted(
         ((name, size) for name, size in use.items() if size > 0), key=lambda p: -p[1]
@@ -177,8 +175,7 @@ def _error(
     if uses:
         lines.append(f"That memory is for: {', '.join(uses)}.")
     large = {name for name, size in parts if size >= _WORTH_A_LOOK * needed_bytes}
-    if choice is not None:
-        lines += _inside(analysis, choice, large)
+    lines += _inside(analysis, choice, large)
     lines.append(_advice(analysis, choice, [name for name, _ in parts], large))
     return MemoryBudgetError(
         "\n  ".join(lines), smallest_feasible_bytes=needed_bytes, contributors=parts
@@ -231,7 +228,7 @@ def largest_text(sizes: Iterable[tuple[str, int]]) -> str:
 
 
 def _advice(
-    analysis: Analysis, choice: Choice | None, parts: Sequence[str], large: set[str]
+    analysis: Analysis, choice: Choice, parts: Sequence[str], large: set[str]
 ) -> str:
     """Suggests remedies, by what takes most memory."""
     advice = "Raise the budget"
@@ -245,7 +242,7 @@ def _advice(
     if RESULTS in large:
         advice += ", or donate the state (--donate 0, donate_argnums=0)"
     able = [s.index for s in analysis.segments if can_rematerialize(analysis.frame, s)]
-    if choice is None or not able:
+    if not able:
         return f"{advice}."
     return (
         f"{advice}. {len(choice.remat)} of the {len(able)} segments that can be "

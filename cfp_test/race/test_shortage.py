@@ -117,13 +117,11 @@ def test_messages_of_made_up_sizes(analysis, golden):
     broken = [
         result_of(Candidate(name, plain), failed) for name in ("zero1", "planned")
     ]
-    # Records of earlier versions have no choice.
-    bare = replace(large, outcome=replace(large.record, choice=""))
     cases = {
         "none is rematerialized": ([result(analysis, plain, **use)], MIB, 0),
         "all are": ([result(analysis, replace(plain, remat=able), **use)], MIB, 0),
         "others failed": ([large, *broken], 5, 0),
-        "no choice, and a reserve": ([bare], 5, 2),
+        "a reserve": ([large], 5, 2),
         "no program": ([], MIB, 0),
         "one that failed": ([result_of(Candidate("plan", plain), failed)], -1, 2),
     }
@@ -134,7 +132,7 @@ def test_messages_of_made_up_sizes(analysis, golden):
             for name, (results, budget_bytes, reserve) in cases.items()
         },
     )
-    error = no_winner(analysis, [bare], 5, reserve_bytes=2)
+    error = no_winner(analysis, [large], 5, reserve_bytes=2)
     assert isinstance(error, cfp.MemoryBudgetError)
     assert error.contributors == [("temporaries", 9), (RESERVE, 2)]
     assert type(no_winner(analysis, [], MIB)) is cfp.CfpError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from math import prod
 
 from cfp.analysis.blocks import Block
@@ -14,6 +14,8 @@ from cfp.program.graph import Op, Program, call_flops, op_flops, product_dtype
 _NARROW = ("bf16", "f16")
 _INTEGERS = ("i8", "i16", "i32", "i64", "ui8", "ui16", "ui32", "ui64")
 _LONG = ("cholesky", "custom_call", "fft", "sort", "triangular_solve")
+# What a FLOP saves in FP8, and a quantized number takes, on an H200 (docs/fp8.md).
+_SAVED_MS, _QUANTIZED_MS = 0.71e-12, 1.65e-9
 # What leaves the rows of a table as they are, or takes some of them.
 _ROWS_PASS = ("broadcast_in_dim", "convert", "dynamic_slice", "reshape", "slice")
 
@@ -28,25 +30,26 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
     Returns:
         ``model_flops`` of a step, without rematerialization by the step itself;
         ``narrow_share``, the part in types of 16 bits; ``fp8_share``, the part in FP8;
+        ``fp8_saves_ms``, what it saves each device by estimate;
         ``devices_by_hand``, the largest number of devices in a region that the user
-        sharded
-        by hand; ``batch_samples``, and ``batch_tokens`` if integers of the batch look
-        up
-        several rows of a table of parameters for each sample; ``uncounted_loops``, the
-        number of loops with products and of unknown length, of which one iteration
-        counts.
-        Unknown counts are absent.
+        sharded by hand; ``batch_samples``, and ``batch_tokens`` if integers of the
+        batch look up several rows of a table of parameters for each sample;
+        ``uncounted_loops``, the number of loops with products and of unknown length, of
+        which one iteration counts. Unknown counts are absent.
     """
     program = frame.program
     flops = program_flops(program) - rematerialized_flops(program, frame.blocks)
     if not flops:
         return {}
-    found: dict[str, float] = {
-        "model_flops": float(flops),
-        "narrow_share": _share(program, _is_narrow),
-    }
+    found: dict[str, float] = {"model_flops": float(flops)}
+    found["narrow_share"] = _share(program, (*_NARROW, "f8"))
     if program.rewritten.products:
-        found["fp8_share"] = _share(program, _is_fp8)
+        share = found["fp8_share"] = _share(program, ("f8",))
+        casts = [op for op in program.ops if op.kind == "convert"]
+        made = [(program.values[op.results[0]], op.repeat) for op in casts]
+        numbers = sum(prod(v.shape) * times for v, times in made if "f8" in v.dtype)
+        saved_ms = _SAVED_MS * share * flops - _QUANTIZED_MS * numbers
+        found["fp8_saves_ms"] = saved_ms / prod(size for _, size in frame.mesh)
     regions = (op.manual for op in program.ops if op.manual and op.manual.flops)
     if (most := max((one.devices for one in regions), default=1)) > 1:
         found["devices_by_hand"] = float(most)
@@ -106,10 +109,9 @@ def long_branches(program: Program) -> list[Op]:
 
 def _is_long(program: Program, op: Op) -> bool:
     """True if there is more in an op's regions than elementwise work and sums."""
-    inside = (program.ops[i] for i in op.body)
     return any(
         is_contraction(one) or call_flops(one) > 0 or one.kind in _LONG
-        for one in inside
+        for one in map(program.ops.__getitem__, op.body)
     )
 
 
@@ -146,28 +148,20 @@ def _looked_up(
             yield count * op.repeat
 
 
-def _share(program: Program, is_meant: Callable[[Program, Op], bool]) -> float:
-    """Returns the share of FLOPs in contractions that are meant."""
+def _share(program: Program, dtypes: Collection[str]) -> float:
+    """Returns the share of FLOPs in contractions of these types."""
     total = meant = 0.0
     for op in program.ops:
         if op.manual is not None:
-            share = _share(op.manual.program, is_meant)
+            share = _share(op.manual.program, dtypes)
         elif is_contraction(op):
-            share = float(is_meant(program, op))
+            share = float(product_dtype(program, op) in dtypes)
         else:
             continue
         flops = model_flops(program, op)
         total += flops
         meant += share * flops
     return meant / total if total else 0.0
-
-
-def _is_narrow(program: Program, op: Op) -> bool:
-    return all(program.values[v].dtype in _NARROW for v in op.operands[:2])
-
-
-def _is_fp8(program: Program, op: Op) -> bool:
-    return product_dtype(program, op) == "f8"
 
 
 def program_flops(program: Program) -> int:

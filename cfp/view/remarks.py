@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from math import prod
 
-from cfp.plan.figures import UNPLANNED, LeftFigures, WorthFigures
+from cfp.plan.figures import UNPLANNED, Figures, LeftFigures
 from cfp.plan.plan import Plan
 from cfp.printable import counted, format_bytes, merged_alike
 from cfp.program.fp8 import TAKEN
@@ -53,7 +53,7 @@ def _nothing_sharded(plan: Plan) -> Values:
     others = [
         f" (the best with all blocks data parallel: {one.without_ms:.3f} ms, this one "
         f"{one.with_ms:.3f}, {'measured' if one.is_measured else 'predicted'})"
-        for one in _worth(plan)
+        for one in (plan.figures or Figures()).worth
         if one.name == Dimension.SHARDING and one.without_ms is not None
     ]
     return what, str(devices), "".join(others)
@@ -131,16 +131,12 @@ def _chosen_among(plan: Plan) -> Values:
     return ", ".join(chosen) if len(chosen) < len(Dimension) else ()
 
 
-def _worth(plan: Plan) -> tuple[WorthFigures, ...]:
-    return plan.figures.worth if plan.figures else ()
-
-
 def _gains(is_measured: bool) -> Callable[[Plan], Values]:
     """Describes the gain of each kind of choice, measured or predicted."""
 
     def values(plan: Plan) -> Values:
         parts = []
-        for one in _worth(plan):
+        for one in (plan.figures or Figures()).worth:
             is_sharding = one.name == Dimension.SHARDING
             is_whole = words.runs_whole(plan) or not words.is_sharded(plan)
             is_noise = is_measured and words.is_rough(plan)
@@ -188,7 +184,9 @@ def precision_text(plan: Plan) -> str:
     taken = counts.pop(TAKEN, 0)
     text = f"computed in FP8: {taken} of {taken + sum(counts.values())} 16-bit products"
     if names := few([*plan.products.get(TAKEN, ())]):
-        text += f" ({names}), {plan.search.get('fp8_share', 0.0):.0%} of all FLOPs"
+        share, saved = (plan.search.get(f"fp8_{n}", 0.0) for n in ("share", "saves_ms"))
+        text += f" ({names}), {share:.0%} of all FLOPs"
+        text += f", estimated to save {saved:.1f} ms on H200s" * (saved >= 0.05)
     text += ", multiplied in 16 bits here" * (plan.environment.get("platform") == "cpu")
     left = []
     for why, count in counts.items():

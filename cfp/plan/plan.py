@@ -516,10 +516,8 @@ class Plan:
             PlanMismatch: the mesh has other axes, devices of another kind, or is
                 another slice of TPUs; or the plan is for another version of JAX.
         """
-        devices = mesh
-        if not isinstance(mesh, DescribedMesh):
-            planning_mesh(mesh)
-            devices = [*mesh.devices.flat]
+        is_described = isinstance(mesh, DescribedMesh)
+        devices = mesh if is_described else [*planning_mesh(mesh).devices.flat]
         axes = tuple((name, size) for name, size in mesh.shape.items() if size > 1)
         if axes != self.mesh_axes:
             raise PlanMismatch(

@@ -24,14 +24,13 @@ _OF_A_TRACE = re.compile(r"weak_type=\w+|\b0x[0-9a-f]+")
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """The jaxprs among an equation's parameters, by the parameters' names."""
-    found = []
-    for name in sorted(eqn.params):
-        value = eqn.params[name]
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(one, ClosedJaxpr):
-                found.append(one.jaxpr)
-            elif isinstance(one, Jaxpr):
-                found.append(one)
+    found: list[Jaxpr] = []
+
+    def noted(jaxpr: Jaxpr) -> Jaxpr:
+        found.append(jaxpr)
+        return jaxpr
+
+    with_inner(eqn, noted)
     return found
 
 

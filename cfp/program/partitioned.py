@@ -469,11 +469,7 @@ def _inside(call: ClosedJaxpr, platforms: tuple[str, ...]) -> tuple[str, int]:
     traced = jax.jit(inside, keep_unused=True).trace(*_shapes(call.in_avals))
     module = shardy.stablehlo(traced.lower(lowering_platforms=platforms))
     shardy.normalise(module)
-    names = [""] * len(call.in_avals)
-    outputs = [""] * len(call.out_avals)
-    program = read_program(
-        module, arg_names=names, output_names=outputs, alias=[None] * len(names)
-    )
+    program = read_program(module)
     ops = shardy.program_ops(shardy.main_function(module))
     return program.content, inner_flops(program, ops)
 

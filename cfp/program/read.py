@@ -25,7 +25,6 @@ from cfp.program.graph import (
     Manual,
     Op,
     Program,
-    Rewritten,
     Spec,
     Value,
     inner_flops,
@@ -131,33 +130,20 @@ _CALLERS = frozenset(
 _MAX_ATTRIBUTE_CHARS = 400
 
 
-def read_program(
-    module: ir.Module,
-    *,
-    arg_names: Sequence[str],
-    output_names: Sequence[str],
-    alias: Sequence[int | None],
-    rewritten: Rewritten | None = None,
-) -> Program:
+def read_program(module: ir.Module) -> Program:
     """Reads a module after :func:`cfp.program.shardy.normalise`.
 
-    Args:
-        alias: for each argument the output that may reuse its memory.
+    Arguments and outputs have no names, and no argument is donated.
     """
     copy = shardy.copied(module, shardy.WITH_RULES)
     functions = {shardy.symbol_name(f): f for f in shardy.functions(copy.operation)}
     meshes = [o.operation for o in module.body if o.operation.name == "sdy.mesh"]
     axes = {name: n for one in meshes for name, n in shardy.mesh_axes(one).items()}
-    program = _Reader(functions, axes).program(functions["main"])
     return replace(
-        program,
-        arg_names=tuple(arg_names),
-        output_names=tuple(output_names),
-        alias=tuple(alias),
+        _Reader(functions, axes).program(functions["main"]),
         text=shardy.bytecode(module.operation),
         content=_content(module),
         name=shardy.symbol_name(module.operation),
-        rewritten=rewritten or Rewritten(),
     )
 
 

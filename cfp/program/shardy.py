@@ -201,7 +201,7 @@ def fill(
         made: values of the source that it returns.
     """
     block = main_block(target)
-    mapping = dict(zip(given, block.arguments, strict=True))
+    mapping: dict[ir.Value, ir.Value] = dict(zip(given, block.arguments, strict=True))
     copy_symbols(target, source)
     *stale, last = [one.operation for one in block.operations]
     with ir.InsertionPoint(last):
@@ -225,7 +225,7 @@ def graft(
     if into is not None:
         copy_symbols(into, source)
     main = main_block(source)
-    mapping = dict(zip(main.arguments, reads, strict=True))
+    mapping: dict[ir.Value, ir.Value] = dict(zip(main.arguments, reads, strict=True))
     *body, last = [one.operation for one in main.operations]
     for op in body:
         clone_with(op, mapping)

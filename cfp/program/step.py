@@ -545,9 +545,7 @@ def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
             "values. Pass the array in it (ref[...]), make the Ref inside the step "
             "(jax.new_ref), and return its last value (jax.freeze)."
         )
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
-    if isinstance(leaf, jax.Array):
+    if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array):
         weak = getattr(leaf, "weak_type", False)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in _NO_NUMBERS:

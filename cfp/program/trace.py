@@ -31,7 +31,12 @@ from jax.sharding import (
     NamedSharding,
     PartitionSpec,
 )
-from jax.tree_util import tree_flatten_with_path, tree_structure, tree_unflatten
+from jax.tree_util import (
+    keystr,
+    tree_flatten_with_path,
+    tree_structure,
+    tree_unflatten,
+)
 
 from cfp.errors import CfpError, StepNotTraceable
 from cfp.program import shardy
@@ -310,22 +315,16 @@ def read_lowering(step: FlatStep, lowering: Lowering) -> Program:
     paths, _ = tree_flatten_with_path(
         tree_unflatten(lowering.out_tree, range(lowering.out_tree.num_leaves))
     )
-    output_names = [
-        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths
-    ]
-    program = read_program(
-        lowering.module,
-        arg_names=step.arg_names,
-        output_names=output_names,
-        alias=_aliases(lowering.module, step.donated),
-        rewritten=lowering.rewritten,
-    )
     results = tuple(
         jax.ShapeDtypeStruct(made.shape, made.dtype, weak_type=made.weak_type)
         for made in step.traced.jaxpr.out_avals
     )
     return replace(
-        program,
+        read_program(lowering.module),
+        arg_names=step.arg_names,
+        output_names=tuple(keystr(p, simple=True, separator="/") for p, _ in paths),
+        alias=_aliases(lowering.module, step.donated),
+        rewritten=lowering.rewritten,
         arg_avals=step.avals,
         output_avals=results,
         arg_memory=step.memory_kinds,
@@ -333,7 +332,7 @@ def read_lowering(step: FlatStep, lowering: Lowering) -> Program:
     )
 
 
-def _aliases(module: ir.Module, donated: Sequence[bool]) -> list[int | None]:
+def _aliases(module: ir.Module, donated: Sequence[bool]) -> tuple[int | None, ...]:
     """For each argument, the output that the compiler will write over it."""
     function = shardy.main_function(module)
     attributes = ir.ArrayAttr(function.attributes["arg_attrs"])
@@ -343,7 +342,7 @@ def _aliases(module: ir.Module, donated: Sequence[bool]) -> list[int | None]:
         has = "tf.aliasing_output" in entry
         found.append(int(ir.IntegerAttr(entry["tf.aliasing_output"])) if has else None)
     assert len(found) == len(donated), "the lowering dropped or added arguments"
-    return found
+    return tuple(found)
 
 
 def exported(step: FlatStep, lowering: Lowering) -> jax.export.Exported:

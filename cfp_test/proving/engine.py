@@ -416,12 +416,7 @@ def _copies(some: Sequence[Job], mesh: Mesh) -> tuple[Program, list[int]]:
             terminator.operands[place] = value
         for op in reversed(stale):
             op.erase()
-        program = read_program(
-            module,
-            arg_names=("",) * len(specs),
-            output_names=("",) * len(made),
-            alias=(None,) * len(specs),
-        )
+        program = read_program(module)
     return program, ids
 
 

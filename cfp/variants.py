@@ -239,7 +239,7 @@ class _Planning:
         raise _no_plan(every)
 
     def lean(self, short: Sequence[_Tried]) -> list[_Tried]:
-        """Plans with state in host memory, or else leaner variants, until one fits."""
+        """Plans with state in host memory; else leaner variants, until one fits."""
         needs = {_lacks(one).smallest_feasible_bytes: one for one in reversed(short)}
         least = needs[min(needs)]
         if self.options.preset is None:

@@ -98,7 +98,7 @@ class Flow:
         return (op.results[place],)
 
     def readers(self, *values: int) -> Iterator[tuple[Op, int]]:
-        """The ops that compute with some values, with the operand's index."""
+        """Yields ops that read some values, through loops, branches and barriers."""
         for v in self.made_of(values, lambda _: False):
             for user, index in self.program.users[v]:
                 if not passes(op := self.program.ops[user]):

@@ -134,7 +134,7 @@ def _cluster(given: dict[str, Any]) -> Cluster | None:
 
 
 def _counts(text: str | None) -> list[int | None]:
-    """Numbers of microbatches; None where the target is to decide."""
+    """Parses the numbers of `--microbatches`; [None] leaves them to the target."""
     if text is None:
         return [None]
     words = [word.strip() for word in text.split(",")]

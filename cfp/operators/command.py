@@ -42,7 +42,7 @@ CPU_SHAPES = ("2,128,128,4,1024",)
 
 
 def environment() -> dict[str, Any]:
-    """Returns the device, Python, and versions of packages; None for missing ones."""
+    """Returns platform, device, memory, commit, Python and versions of packages."""
     device = jax.devices()[0]
     installed = {one.name: one.version for one in metadata.distributions()}
     root = Path(__file__).parents[2]

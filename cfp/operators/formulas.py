@@ -251,7 +251,7 @@ def _part(x: Array, kernel: Array, first: Array, labels: Array) -> tuple[Array, 
 
 def chunked_vocabulary(x, kernel, labels, *, chunks: int) -> Array:
     if not 1 <= chunks <= kernel.shape[0]:
-        raise Refused(f"a vocabulary of {kernel.shape[0]} has no {chunks} parts")
+        raise Refused(f"chunks is {chunks}; take 1 to {kernel.shape[0]}, the words")
     size = kernel.shape[0] // chunks
     whole = size * chunks
 

@@ -137,7 +137,7 @@ class Built(CompiledBytes):
         samples_ms: Sequence[float] = (),
         run_seconds: float = 0.0,
     ) -> ProfileRecord:
-        """Makes the record of this build, with the compiler's messages."""
+        """Makes the record of this build: sizes, collectives and seconds."""
         return ProfileRecord(
             key=self.key.digest,
             parts=self.key.parts,

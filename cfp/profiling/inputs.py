@@ -118,11 +118,11 @@ class InputKind:
     Attributes:
       shape: of the whole array.
       dtype: its name, as numpy and JAX write it.
-      signed: whether its floats are of both signs, or all above zero.
+      signed: True if its floats have both signs, False if all are above zero.
       count: of integers that pick something, out of how many; 0 for others.
       given: the bytes of its value, if the caller gave one; otherwise empty.
       key: the name of its kind of random keys, if it is one; else empty.
-      memory: of the host that it is in, if it is; else empty.
+      memory: the memory kind, if it is in the host's memory; else empty.
     """
 
     shape: tuple[int, ...]

@@ -482,7 +482,7 @@ def is_dequantized(program: Program, op: Op) -> bool:
 
 
 def product_dtype(program: Program, op: Op) -> str:
-    """The type that a product multiplies: FP8 where its operand is dequantized."""
+    """The element type that a product multiplies; f8 if its operand is dequantized."""
     maker = program.maker(op.operands[0])
     if maker is not None and is_dequantized(program, maker):
         return "f8"

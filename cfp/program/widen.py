@@ -210,7 +210,7 @@ def _of_integers(module: ir.Module) -> set[ir.Operation]:
 
 
 def _called(module: ir.Module) -> list[ir.Operation]:
-    """Lists the main function and the functions that it calls, as for kernels."""
+    """Lists the main function and all that it calls, directly or through others."""
     named = {shardy.symbol_name(f): f for f in shardy.functions(module.operation)}
 
     def further(name: str) -> list[str]:

@@ -116,7 +116,7 @@ def build_each(
     When time is over, one program is begun if none was before.
 
     Returns:
-        Programs that fit, and records of the others, by key.
+        By key: programs that fit, and records of those that fail or do not fit.
     """
     wanted = {one.job.key.digest: one for one in programs}
     built, most_bytes, threads = builder.built, builder.budget_bytes, builder.at_once

@@ -122,7 +122,7 @@ def start_devices(devices: Sequence[Any]) -> list[Future[jax.Array]]:
 
 @contextmanager
 def _unwaited(count: int, name: str) -> Iterator[ThreadPoolExecutor]:
-    """Threads that end when they have done what they are given meanwhile."""
+    """Yields a pool of threads, and leaves without waiting for their work."""
     threads = ThreadPoolExecutor(count, name)
     yield threads
     threads.shutdown(wait=False)

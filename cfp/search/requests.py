@@ -139,7 +139,7 @@ class MeasurementRequest:
         return max(least, min(alone_bytes, both.temp_bytes - neighbour.temp_bytes))
 
     def _alone(self, records: Mapping[str, ProfileRecord]) -> ProfileRecord:
-        """The record of the first job."""
+        """The record of the segment alone, or of its base if it is rematerialized."""
         return records[self.jobs[0].key.digest]
 
     def _pair(

@@ -98,7 +98,7 @@ def states_of(core: Core, key: Key) -> States | None:
     values, v = core.every.values, core.sides[key].node[0]
     dtype = core.every.program.values[v].dtype
     if dtype != "i1" and dtype not in _ROUNDED:
-        raise Different(f"a value in {dtype} enters between its contractions")
+        raise Different(f"a mask or bias in {dtype} enters between its contractions")
     if dtype == "i1" or not values.is_leaf(v):
         return _made_of_bools(values, v)
     try:

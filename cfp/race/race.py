@@ -251,8 +251,8 @@ class Race:
         if asked is not None:
             jobs = [one.job for one in programs_of(self.analysis, known, ())]
             raced = [one.program.job.choice for one in ranking.results if one.ran]
-            choices = [job.choice for job in jobs]
-            keep_answer(asked, context.store, choices, best.samples_ms, raced)
+            choice = jobs[0].choice if jobs else ""
+            keep_answer(asked, context.store, choice, best.samples_ms, raced)
         times = {one.samples_ms: one.time_ms for one in ranking.ties}.values()
         if len(times) > 1:
             spread = max(times) / min(times) - 1.0

@@ -49,11 +49,11 @@ class _Kept(BaseModel):
 
 
 class _Raced(BaseModel):
-    """Choices that raced because they were known, and digests of all that ran."""
+    """A choice that raced because it was known, and digests of all that ran."""
 
     model_config = ConfigDict(extra="forbid")
 
-    known: tuple[str, ...]
+    known: str
     raced: tuple[str, ...]
 
 
@@ -62,14 +62,13 @@ class Answer:
     """Outcome of an earlier race.
 
     Attributes:
-        known: choices that raced because they were known to fit, in order, as records
-            have them.
+        known: the choice that raced because it was known to fit, as records have it.
         time_ms: of the winner.
         ended: when that was, as in records.
         raced: digests of all choices that ran.
     """
 
-    known: tuple[str, ...]
+    known: str
     time_ms: float
     ended: str
     raced: tuple[str, ...] = ()
@@ -85,7 +84,7 @@ class Answer:
         """
         since = [record for record in records if record.created > self.ended]
         best = min(since, key=_turn_ms, default=None)
-        if best is None or best.choice in self.known:
+        if best is None or best.choice == self.known:
             return False
         if _digest([best.choice]) in self.raced:
             return False
@@ -121,7 +120,7 @@ def answer_to(asked: ProfileKey, store: ProfileStore) -> Answer | None:
 def keep_answer(
     asked: ProfileKey,
     store: ProfileStore,
-    known: Sequence[str],
+    known: str,
     samples_ms: Sequence[float],
     raced: Iterable[str],
 ) -> None:
@@ -132,7 +131,7 @@ def keep_answer(
         parts=asked.parts,
         status="ok",
         samples_ms=tuple(samples_ms),
-        choice=_Raced(known=tuple(known), raced=digests).model_dump_json(),
+        choice=_Raced(known=known, raced=digests).model_dump_json(),
     )
     store.put(record, replace=True)
 
@@ -189,14 +188,14 @@ def known_to_fit(
     candidates: Sequence[Candidate],
     answer: Answer | None,
 ) -> list[Candidate]:
-    """Finds the fastest choices that were compiled before and fit, or the leanest.
+    """Finds the fastest choice that was compiled before and fits, or the leanest.
 
-    They race, so that more memory gives no slower plan, and an error names a budget
+    It races, so that more memory gives no slower plan, and an error names a budget
     that is enough (docs/decisions.md, "Compiled programs are remembered").
 
     Args:
-        answer: the last answer of the race. Its choices race again without devices,
-            unless another choice has been faster since.
+        answer: the last answer of the race. Its choice races again without devices,
+            unless another has been faster since.
     """
     assert context.memory is not None, "without a budget nothing remembered is raced"
     budget_bytes = context.memory.budget_bytes
@@ -214,18 +213,13 @@ def known_to_fit(
     ranked = [*new.values()]
     fitting = [pair for pair in ranked if pair[1].peak_bytes <= budget_bytes]
     if answer is not None and not answer.is_old(record for _, record in fitting):
-        there = {pair[1].choice: pair for pair in ranked}
-        chosen = [there[choice] for choice in answer.known if choice in there]
+        chosen = [pair for pair in ranked if pair[1].choice == answer.known]
     else:
         smallest_first = sorted(ranked, key=lambda pair: pair[1].peak_bytes)
         chosen = (fitting or smallest_first)[:1]
     return [
-        replace(
-            one,
-            name=EARLIER_RUN if number == 1 else f"{EARLIER_RUN} {number}",
-            predicted_ms=prediction_of(analysis, problem, one.choice).time_ms,
-        )
-        for number, (one, _) in enumerate(chosen, 1)
+        replace(one, predicted_ms=prediction_of(analysis, problem, one.choice).time_ms)
+        for one, _ in chosen
     ]
 
 

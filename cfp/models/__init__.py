@@ -76,9 +76,7 @@ def initialise(
         params = model.init(c, key)
         return TrainState(params, optimizer.init(params))
 
-    def make_batch(key: jax.Array) -> Batch:
-        return model.random_batch(key, c.batch, c.seq, c.vocab)
-
+    make_batch = partial(model.random_batch, batch=c.batch, seq=c.seq, vocab=c.vocab)
     return jax.jit(init_fn), jax.jit(make_batch)
 
 

@@ -83,6 +83,8 @@ class Model:
             ) from error
         if refusal := self.refusal(config):
             raise ValueError(refusal)
+        if config.scan and config.layers % len(self.layers):
+            raise ValueError(f"layers must be even with scan, got {config.layers}")
         return config
 
     def param_names(self, config: Config) -> Params:

@@ -113,16 +113,6 @@ def _moe(config: Config, params: Params, batch: Batch) -> Out:
     return decode(config, params, batch, {"dense": decoder_layer, "expert": expert})
 
 
-def _refusal(config: Config) -> str:
-    c, batch = config, config.batch // config.microbatches
-    if batch * c.seq % (c.expert_group_size or 1):
-        return (
-            f"batch * seq must be divisible by expert_group_size, got batch={batch}"
-            f", seq={c.seq} and expert_group_size={c.expert_group_size}"
-        )
-    return f"layers must be even with scan, got {c.layers}" * (c.scan and c.layers % 2)
-
-
 MOE = Model(
     doc="a GShard mixture of experts",
     defaults={"vocab": 32000, "hidden": 1280, "heads": 4}
@@ -141,5 +131,4 @@ MOE = Model(
         },
     },
     apply=_moe,
-    refusal=_refusal,
 )

@@ -1,5 +1,6 @@
 """The options of models: declared once, for Python, the command line, and checks."""
 
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, model_validator
@@ -56,12 +57,17 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid"):
 
     @model_validator(mode="after")
     def _divides(self) -> "Config":
-        divided = {"hidden": "heads", "heads": "kv_heads", "batch": "microbatches"}
-        for whole, part in divided.items():
-            size, parts = getattr(self, whole), getattr(self, part)
-            if parts and size % parts:
+        tokens = {"batch": self.batch // self.microbatches, "seq": self.seq}
+        for sizes, part in (
+            ({"hidden": self.hidden}, "heads"),
+            ({"heads": self.heads}, "kv_heads"),
+            ({"batch": self.batch}, "microbatches"),
+            (tokens, "expert_group_size"),
+        ):
+            if prod(sizes.values()) % (parts := getattr(self, part) or 1):
+                got = ", ".join(f"{name}={size}" for name, size in sizes.items())
                 raise ValueError(
-                    f"{whole} must be divisible by {part}, got {whole}={size} and "
+                    f"{' * '.join(sizes)} must be divisible by {part}, got {got} and "
                     f"{part}={parts}"
                 )
         return self

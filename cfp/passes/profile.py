@@ -144,8 +144,8 @@ def _with_leaner(
     needs = {name: costs.least_peak_bytes(one) for name, one in presets.items()}
     least = min((needs[name] for name in near), default=0)
     found = dict(near)
-    for name in sorted(presets.keys() - near.keys(), key=times_ms.__getitem__):
-        if needs[name] < least:
+    for name in sorted(presets, key=times_ms.__getitem__):
+        if name not in near and needs[name] < least:
             least, found[name] = needs[name], presets[name]
     return found
 

@@ -227,7 +227,7 @@ def leading_presets(
     best_ms = min(total_ms.values(), default=0.0)
     limit_ms = reach * best_ms if best_ms else float("inf")
     always = {*PRESETS, REPLICATED, *PROPAGATED}
-    mixed = sorted(presets.keys() - always, key=total_ms.__getitem__)
+    mixed = sorted((n for n in presets if n not in always), key=total_ms.__getitem__)
     leading = {*always, *mixed[:MIXED_PRESETS]}
     return {
         name: choice

@@ -89,6 +89,14 @@ def test_where_nothing_takes_any_time_no_preset_is_far_behind(reach):
     assert leading_presets(analysis, estimates, every, reach) == every
 
 
+def test_of_equal_presets_the_first_are_measured_whatever_the_hashes(gpt):
+    analysis, estimates = gpt
+    alike = presets(analysis.frame)["data_parallel"]
+    for names in (every := [f"x=alike{n}" for n in range(20)]), every[::-1]:
+        found = leading_presets(analysis, estimates, dict.fromkeys(names, alike))
+        assert [*found] == names[:6]
+
+
 def test_few_of_many_presets_are_measured():
     sizes = (("x", 2), ("y", 2), ("z", 2))
     analysis, estimates = estimated(*PROGRAMS["mlp"]()[:2], sizes)

@@ -69,7 +69,7 @@ class PlannerSettings:
         precision: compute large 16-bit products of parameters in FP8, which changes
             results: fp8, or fp8,-*/router to leave some out by path. See docs/fp8.md.
         measure: measure strategies on virtual CPU devices, too; by default choices
-            there are by estimates, and the plan and a preset race. False uses stored
+            there are by estimates, and the plan and two presets race. False uses stored
             measurements only.
         retry_failures: measure again what failed before. It may be a moment, too.
         progress: called with every event, a :class:`Progress` or a line of text.

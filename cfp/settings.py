@@ -19,7 +19,7 @@ from math import inf
 # several axes: six by estimate".
 MIXED_PRESETS = 6
 # Presets that race where choices are made by estimates; each is a whole build. Guess.
-PRESETS_BY_ESTIMATE = 1
+PRESETS_BY_ESTIMATE = 2
 # What a segment adds to its neighbour is at least this share of what it takes alone. On
 # 4 H200 the parts of the presets added 0.45 to 1.0 of it.
 LEAST_ADDED_SHARE = 0.4

@@ -110,9 +110,9 @@ def test_what_was_ended_from_outside_is_not_blamed(store):
     assert failures(store) == [] and at_work(store) == {}
 
 
-@pytest.mark.parametrize("owner", [f"{os.getpid()}:1", f"elsewhere:{os.getpid()}:1:a"])
+@pytest.mark.parametrize("owner", ["{}:1", "elsewhere:{}:1:a"])
 def test_what_another_process_of_the_number_left_is_not_this_ones(store, owner):
-    support.leave(store, mark("a"), owner=owner)
+    support.leave(store, mark("a"), owner=owner.format(os.getpid()))
     with InFlight(store):
         assert deaths(store) == {"task a": 1} and failures(store) == []
 

@@ -151,7 +151,7 @@ def _state_bytes(
     def held(index: int, block: int, strategy: Strategy) -> float:
         group = frame.groups[index]
         wants = terms.wanted(index, terms.block(block, strategy))
-        used, wide = terms.stored_specs(index, wants, mode)
+        used, wide = frame.stored_specs(group, mode, next(iter(wants), None))
         stored = wide if mode is Storage.SHARDED else used
         main, *rest = (values[args[a]].size_bytes for a in group.args)
         return main / spec_ways(stored, frame.mesh) + sum(rest) / spec_ways(

@@ -6,10 +6,9 @@ Uses the types of arguments, and values of scalars and small masks
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -85,22 +84,6 @@ class Analyzed:
     profiles: Profiles | None = None
 
 
-@contextmanager
-def collected_rarely() -> Iterator[None]:
-    """Has Python look for cycles in new objects a hundred times less often.
-
-    Analyses and estimates are millions of objects, few of them in cycles; JAX has work
-    of its own whenever Python looks.
-    """
-    often, *others = gc.get_threshold()
-    gc.set_threshold(100 * often, *others)
-    try:
-        yield
-    finally:
-        gc.set_threshold(often, *others)
-
-
-@collected_rarely()
 def analyze_step(
     step: FlatStep, mesh: Mesh | DescribedMesh, pins: Pins | None = None
 ) -> Analyzed:

@@ -13,7 +13,6 @@ from cfp.context import DecidedBy, PlanContext
 from cfp.cost.costs import Costs
 from cfp.cost.estimate import SegmentEstimate
 from cfp.devices.described import DescribedMesh
-from cfp.passes.analyze import collected_rarely
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.measurer import Measurer
 from cfp.profiling.rates import Rates
@@ -172,7 +171,6 @@ def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
     )
 
 
-@collected_rarely()
 def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Profiles:
     """Estimates all options; only the rates of real devices are measured."""
     context.measure.tell("estimating what each strategy takes")

@@ -6,7 +6,7 @@ at a time in the given order, as a compile beside a run slows it (docs/decisions
 
 Each build and run is noted in the store first, so that a process that dies leaves a
 record (`cfp.profiling.in_flight`). Processes that measure the same for one store take
-turns, a batch each, and take over what the others have measured.
+turns, for a minute at most, and take over what the others have measured.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from cfp.profiling.tasks import MeasureOptions, Phase, Progress, Task
 # batches are of one size, at most this.
 _BUILT_BY_EACH_THREAD = 4
 _LOOK_AGAIN_SECONDS = 0.2
+_PATIENCE_SECONDS = 60.0  # With another process, which may hang.
 _TELL_SECONDS = 5.0  # While a build is awaited.
 
 AnyTask = TypeVar("AnyTask", bound=Task)
@@ -160,9 +161,10 @@ class _Run:
         def say(job: Task, number: int, left: int, seconds: float) -> None:
             self.tell(job.label, "build", left if seconds else 0, seconds)
 
+        patient_until = time.monotonic() + _PATIENCE_SECONDS
         while waiting and not self.is_late():
             with self.store.alone(self.jobs) as is_alone:
-                if not is_alone:
+                if not is_alone and time.monotonic() < patient_until:
                     self.tell(waiting[0].label, "wait")
                     time.sleep(_LOOK_AGAIN_SECONDS)
                     continue

@@ -209,6 +209,7 @@ def _open(path: Path) -> sqlite3.Connection:
     # fresh file of the first.
     how = {"timeout": _BUSY_SECONDS, "isolation_level": None}
     with locked(path.with_name(f"{path.name}.lock")):
+        is_fresh = False
         while True:
             # SQLite gives its logs the mode of the file.
             make_private(path)
@@ -216,8 +217,11 @@ def _open(path: Path) -> sqlite3.Connection:
             try:
                 if not (damage := _damage(connection)):
                     return connection
+                if is_fresh:
+                    raise CfpError(f"The cache {path} cannot be made: {damage}")
                 # Before closing: to close a file, SQLite writes its log into it.
                 _set_aside(path, damage)
+                is_fresh = True
             except BaseException:
                 connection.close()
                 raise
@@ -229,7 +233,7 @@ def _damage(connection: sqlite3.Connection) -> str:
     try:
         [[answer]] = connection.execute("PRAGMA quick_check(1)")
         [[version]] = connection.execute("PRAGMA user_version")
-        [[tables]] = connection.execute("SELECT count(*) FROM sqlite_schema")
+        [[tables]] = connection.execute("SELECT count(*) FROM sqlite_master")
         if answer != "ok":
             return " ".join(str(answer).split())
         if version != SCHEMA_VERSION and (version or tables):

@@ -39,7 +39,7 @@ from cfp.program import shardy
 from cfp.program.graph import Rewritten, numpy_dtype, path_matches
 
 TAKEN = "in FP8"
-PRECISION = r"fp8(:\d{1,9})?(,-[^,]+)*"
+PRECISION = r"fp8(:[1-9]\d{0,8})?(,-[^,]+)*"
 _NARROW = ("bf16", "f16")
 # What moves numbers and changes none.
 _MOVES = ("stablehlo.transpose", "stablehlo.reshape")

@@ -131,10 +131,10 @@ def _changed(value: Any, change: ChangeProgram) -> Any:
         return closed_with(value, change)
     if isinstance(value, Jaxpr):
         return change(value)
-    if type(value) in (tuple, list):
+    if isinstance(value, tuple | list):
         new = [_changed(one, change) for one in value]
         if any(a is not b for a, b in zip(new, value, strict=True)):
-            return type(value)(new)
+            return getattr(type(value), "_make", type(value))(new)
     return value
 
 

@@ -295,7 +295,7 @@ class _Reader:
 def _trip_count(op: ir.Operation) -> int | None:
     """The number of iterations of a counted loop; None where it is not known."""
     counter = shardy.counter_of(op) if op.name == "stablehlo.while" else None
-    return None if counter is None else len(counter[1])
+    return None if counter is None else max(0, counter[1].stop - counter[1].start)
 
 
 def _manual_shardings(op: ir.Operation) -> tuple[Spec, ...]:

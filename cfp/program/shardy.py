@@ -264,7 +264,7 @@ def run_passes(module: ir.Module, pipeline: str) -> None:
 def copied(module: ir.Module, pipeline: str) -> ir.Module:
     """A copy of a module that a pipeline has run over."""
     with module.context, ir.Location.unknown():
-        copy: Any = module.operation.clone()
+        copy: Any = module.operation.clone(ip=False)
         run_passes(copy, pipeline)
     return copy
 
@@ -516,7 +516,7 @@ def _runs_once(loop: ir.Operation) -> bool:
     if _place(step.operands[0], loop.regions[1].blocks[0]) != place:
         return False
     added = _integer(step.operands[1])
-    return added is not None and 0 < len(values) <= added
+    return added is not None and values.start < values.stop <= values.start + added
 
 
 def returned(region: ir.Region) -> list[ir.Value]:

@@ -78,7 +78,7 @@ def names_of(text: str) -> Iterator[str]:
 def non_public(text: str) -> set[str]:
     """Names that a module uses and that are private to another one."""
     own = set(re.findall(r"(?:def |class |self\.|^ *)(_\w+)", text, re.M))
-    own |= {"_replace", "_asdict", "_fields"}  # Public, on a NamedTuple.
+    own |= {"_replace", "_asdict", "_fields", "_make"}  # Public, on a NamedTuple.
     private = re.compile(r"jaxlib\b|(.*\.)?_(?!\w*__(\.|$))")
     names = {n for n in names_of(text) if private.match(n) and n[1:] not in own}
     return {name for name in names if not name.startswith("cfp.")}

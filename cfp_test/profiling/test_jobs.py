@@ -241,6 +241,15 @@ def test_another_process_is_not_waited_for_when_time_is_over(shop, store):
     assert late.is_set() and (shop.built, dict(found.records)) == ([], {})
 
 
+def test_another_process_that_hangs_is_not_waited_for_without_end(
+    shop, store, monkeypatch
+):
+    monkeypatch.setattr(jobs, "_PATIENCE_SECONDS", 0.3)
+    with store.alone(digests("ab")):
+        run_tasks(shop.tasks("ab"), store)
+    assert shop.ran == ["a", "b"]
+
+
 def test_equal_tasks_are_measured_once(shop, store):
     summary = run_tasks(shop.tasks("abaab"), store)
     assert list(summary.records) == digests("ab")

@@ -185,6 +185,12 @@ def test_stores_that_find_damage_at_once_set_one_file_aside(path):
 # Damage
 
 
+def test_a_new_file_that_is_damaged_is_an_error(path, monkeypatch):
+    monkeypatch.setattr("cfp.profiling.store._damage", lambda _: "no such table")
+    with pytest.raises(CfpError, match="cannot be made: no such table"):
+        ProfileStore(path)
+
+
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
 def test_a_truncated_file_is_set_aside(path, part, caplog):
     records = fill(path)

@@ -57,6 +57,7 @@ def groups_of(op, *shapes, sizes=MESHES["x2y2"]):
 # ------------------------------------------------------------------------------ rules
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 def test_rows_and_heads_are_one_factor_each_and_tokens_are_whole(sizes):
     groups, _ = groups_of(kernel("rule"), SHAPE, SHAPE, SHAPE, sizes=sizes)

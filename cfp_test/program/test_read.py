@@ -91,6 +91,21 @@ def test_trip_counts_that_are_not_known():
     assert repeats(read(down, X), "sine") == [1]
 
 
+def test_a_counter_may_run_further_than_an_index_of_python():
+    most = jnp.iinfo(jnp.uint32).max
+
+    def far(x):
+        def body(c):
+            return c[0] + jnp.uint64(1), jnp.sin(c[1])
+
+        return jax.lax.while_loop(
+            lambda c: c[0] < jnp.uint64(2**64 - 1), body, (jnp.uint64(most), x)
+        )[1]
+
+    with jax.enable_x64(True):
+        assert repeats(read(far, X), "sine") == [2**64 - 2**32]
+
+
 def test_loops_close_their_bodies():
     program = read(lambda x: scan(7, x), X)
     loop = only(program, "while")

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from cfp.errors import CfpError, StepNotTraceable
 from cfp.program import shardy
 from cfp.program.constrain import Constraints, constrain
+from cfp.program.jaxprs import equations
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, planning_mesh, trace
 from cfp_test.support.checking import make_mesh
@@ -270,3 +271,14 @@ def test_integers_of_four_bits_are_refused_in_words_where_jax_passes_none():
         return
     with pytest.raises(StepNotTraceable, match=r"'codes/codes' is int4(.|\n)*wider"):
         flatten_step(lambda codes: codes, args)
+
+
+def test_programs_inside_named_tuples_are_entered():
+    def solved(w, x):
+        return jax.scipy.sparse.linalg.cg(lambda v: w @ v, x)[0]
+
+    traced = jax.make_jaxpr(solved)(jnp.eye(4), jnp.ones(4))
+    solve = next(e for e in equations(traced.jaxpr) if "solve" in e.primitive.name)
+    assert isinstance(solve.params["jaxprs"], tuple)
+    inside = [e.primitive.name for e in equations(traced.jaxpr)]
+    assert inside.count("dot_general") >= 2

@@ -27,9 +27,7 @@ from cfp.models.transformers import BERT, GPT, LLAMA
 
 __all__ = ["MODELS", "Model", "build", "find", "initialise", "logical_names"]
 
-MODELS: Mapping[str, Model] = MappingProxyType(
-    {"gpt": GPT, "moe": MOE, "bert": BERT, "llama": LLAMA}
-)
+MODELS = MappingProxyType({"gpt": GPT, "moe": MOE, "bert": BERT, "llama": LLAMA})
 
 
 def find(name: str) -> Model:
@@ -76,7 +74,9 @@ def initialise(
         params = model.init(c, key)
         return TrainState(params, optimizer.init(params))
 
-    make_batch = partial(model.random_batch, batch=c.batch, seq=c.seq, vocab=c.vocab)
+    def make_batch(key: jax.Array) -> Batch:
+        return model.random_batch(key, c.batch, c.seq, c.vocab)
+
     return jax.jit(init_fn), jax.jit(make_batch)
 
 

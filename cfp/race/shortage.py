@@ -246,5 +246,5 @@ def _advice(
         return f"{advice}."
     return (
         f"{advice}. {len(choice.remat)} of the {len(able)} segments that can be "
-        "rematerialized are; jax.checkpoint in the model (--remat of cfp's) keeps less."
+        "rematerialized are; jax.checkpoint in the model (zoo: --remat) keeps less."
     )

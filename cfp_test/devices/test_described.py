@@ -223,8 +223,10 @@ def test_slices_are_laid_out_as_jax_does():
     assert cluster_of("v6e:4x4").places((("x", 2), ("y", 8))) is None
     # Of a v5e make_mesh splits a dim: y has all of one, and half of the other.
     split = cluster_of("v5e:4x4").places((("x", 2), ("y", 8)))
+    assert split is not None
     assert (np.ptp(split[0], axis=0) + 1).tolist() == [4, 2, 1]
     blocks = cluster_of("v5e:2x4").places((("x", 2), ("y", 4)))
+    assert blocks is not None
     assert [(np.ptp(one, axis=0) + 1).tolist() for one in blocks] == [[2, 2, 1]] * 2
 
 

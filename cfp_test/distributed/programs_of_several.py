@@ -48,12 +48,13 @@ def break_planning(fault: str) -> None:
     """Has something go wrong in the middle of planning."""
     if fault in ("die-planning", "raise-planning"):
 
-        def broken(self: Coordination, number: int) -> Any:
+        def broken(*_: Any) -> Any:
             if fault == "die-planning":
                 end()
             raise MemoryError("no room left in this process")
 
-        Coordination.order = Coordination.orders = broken
+        for name in ("order", "orders"):
+            setattr(Coordination, name, broken)
     if fault == "die-compiling":
         followers.build_here = lambda *_: end()
     if fault == "other-jax":

@@ -245,6 +245,6 @@ def _advice(
     if not able:
         return f"{advice}."
     return (
-        f"{advice}. {len(choice.remat)} of the {len(able)} segments that can be "
-        "rematerialized are; jax.checkpoint in the model (zoo: --remat) keeps less."
+        f"{advice}. {len(choice.remat)} of {len(able)} possible segments are "
+        "rematerialized; jax.checkpoint in the model (zoo: --remat) keeps less."
     )

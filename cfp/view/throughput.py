@@ -10,8 +10,8 @@ from cfp.plan.plan import Plan
 from cfp.printable import counted, format_flops
 from cfp.view.words import runs_whole
 
-# Rates of a kind of device that are not of what their types say; see its file.
-_RATES = {"float32": "float32 (TF32)"}
+# Rates of float32 are of other products, by the kind's platform; see its file.
+_NAME = {"gpu": {"float32": "float32 (TF32)"}, "tpu": {"float32": "float32 (bfloat16)"}}
 # JAX's precisions with which GPUs compute products of float32 in TF32.
 _TF32 = frozenset(
     {"None", "default", "fastest", "bfloat16"}
@@ -100,8 +100,8 @@ def _share_of_rate(plan: Plan, tflop_per_s: float) -> tuple[float | None, str]:
     """The share of a device's nominal rate, and the types of products it is of."""
     environment, narrow = plan.environment, plan.search.get("narrow_share", 0.0)
     kind = kind_of(environment.get("device_kind", ""))
-    shares = {"bfloat16": narrow, "float32": 1.0 - narrow}
-    used = {dtype: part for dtype, part in shares.items() if part > 0}
+    shares = ("bfloat16", narrow), ("float32", 1.0 - narrow)
+    used = {dtype: part for dtype, part in shares if part > 0}
     # In JAX's default precision: what a product asks for itself is not seen.
     is_tf32 = environment.get("matmul_precision", "None") in _TF32
     is_tf32 &= "NVIDIA_TF32_OVERRIDE=0" not in environment.get("cuda", "")
@@ -111,4 +111,4 @@ def _share_of_rate(plan: Plan, tflop_per_s: float) -> tuple[float | None, str]:
         part * tflop_per_s / kind.specified(f"{dtype}_tflop_per_s")
         for dtype, part in used.items()
     )
-    return share, " and ".join(_RATES.get(dtype, dtype) for dtype in used)
+    return share, " and ".join(_NAME[kind.platform].get(one, one) for one in used)

@@ -276,6 +276,8 @@ def test_other_kinds_have_no_share_and_no_time_no_figures(planned):
 def test_float32_is_told_as_what_its_rate_is_of(planned):
     plan = planned(float)
     assert one_ms(plan).rate_dtypes == "float32 (TF32)"
+    tpu = one_ms(replace(plan, environment={"device_kind": "TPU v5 lite"}))
+    assert tpu.rate_dtypes == "float32 (bfloat16)" and tpu.rate_share
     wide = {"matmul_precision": "highest"}, {"cuda": "NVIDIA_TF32_OVERRIDE=0"}
     for precise in ({"device_kind": "cpu"}, *wide):
         found = one_ms(replace(plan, environment=plan.environment | precise))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from alpa_test.cost_model import LINKS, AlphaBeta, choose, fit
 from cfp import platform
-from cfp.analysis.work import program_flops
+from cfp.analysis.analyze import program_flops
 from cfp.cli.session import analyse
 from cfp.context import open_context
 from cfp.errors import CfpError

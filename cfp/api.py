@@ -33,7 +33,7 @@ from cfp.passes.search import preset_solution, search, search_further
 from cfp.plan.plan import Plan
 from cfp.platform import all_meshes
 from cfp.program.calling import check_keywords
-from cfp.program.meaning import unchecked
+from cfp.program.jaxprs import unchecked
 from cfp.race.race import race
 from cfp.settings import Dimension
 from cfp.solution import Solution

@@ -11,11 +11,11 @@ from cfp.checking.sites import check_sites
 from cfp.context import PlanContext
 from cfp.errors import CfpError, MemoryBudgetError
 from cfp.passes.analyze import Analyzed
-from cfp.plan.compose import compose_plan
+from cfp.plan.describe import compose_plan
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
+from cfp.race.admission import no_winner
 from cfp.race.programs import RaceOutcome, kernels_not_timed
-from cfp.race.shortage import no_winner
 from cfp.search.requests import UNMEASURED_STRATEGIES
 from cfp.solution import Candidate
 from cfp.view.evidence import with_figures

@@ -20,10 +20,9 @@ from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, OptionError, known_names
 from cfp.printable import format_bytes
 from cfp.profiling.coordination import coordination, is_shared
-from cfp.profiling.in_flight import Limits
-from cfp.profiling.key import Parts, environment_parts
+from cfp.profiling.record import Parts, environment_parts
 from cfp.profiling.store import ProfileStore, store_path
-from cfp.profiling.tasks import MeasureOptions, Progress
+from cfp.profiling.tasks import Limits, MeasureOptions, Progress
 from cfp.program.fp8 import read_precision
 from cfp.settings import (
     ALL_DIMENSIONS,

@@ -22,7 +22,7 @@ from cfp.plan.parts import type_text
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.store import store_path
-from cfp.program.meaning import trace_context_key
+from cfp.program.jaxprs import trace_context_key
 from cfp.program.step import FlatStep, flatten_step
 from cfp.runtime.execute import CompiledStep
 from cfp.view.progress import shown

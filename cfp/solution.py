@@ -9,11 +9,11 @@ from typing import Any
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
-from cfp.profiling.rates import Rates
+from cfp.profiling.collectives import Rates
 from cfp.profiling.record import CompiledBytes
 from cfp.search.choices import picks_of
-from cfp.search.problem import Problem
 from cfp.search.requests import Profiles
+from cfp.search.solver import Problem
 from cfp.settings import ConstraintLevel
 
 

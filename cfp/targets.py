@@ -27,7 +27,7 @@ from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
 from cfp import models
 from cfp.errors import CfpError, known_names, place_of
-from cfp.models.options import ModelOption, Scalar
+from cfp.models.model import ModelOption, Scalar
 from cfp.profiling.inputs import counts, hashed_bits
 from cfp.program.calling import fixed, released
 from cfp.program.memory import put

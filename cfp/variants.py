@@ -29,22 +29,22 @@ from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MemoryBudgetError, ProcessError, StepNotTraceable
 from cfp.passes.analyze import Analyzed, PlanOptions, analyze_step
 from cfp.passes.profile import estimate
-from cfp.plan.figures import GIVEN_SECONDS, UNPLANNED, VARIANTS_SECONDS, VariantFigures
+from cfp.plan.parts import GIVEN_SECONDS, UNPLANNED, VARIANTS_SECONDS, VariantFigures
 from cfp.plan.plan import Plan
 from cfp.printable import format_bytes, parse_bytes
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.coordination import Coordination, check_alike, coordinated, leading
 from cfp.profiling.followers import follow
-from cfp.profiling.key import alike_parts, environment_parts
+from cfp.profiling.record import alike_parts, environment_parts
 from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Progress
 from cfp.program.graph import Program
-from cfp.program.meaning import check_settings, unchecked
+from cfp.program.jaxprs import check_settings, unchecked
 from cfp.program.memory import has_host_memory
 from cfp.program.step import FlatStep
+from cfp.race.admission import least_short
 from cfp.race.programs import RaceProgram, RaceResult, programs_of, race_row
 from cfp.race.race import Race
-from cfp.race.shortage import least_short
 from cfp.race.turns import race_programs
 from cfp.settings import ESTIMATES_SHARE, HOST_BYTES_PER_MS, Dimension, defaults_of
 from cfp.solution import Estimate, Solution

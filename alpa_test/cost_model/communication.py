@@ -1,6 +1,7 @@
 """Costs of collectives by a formula: alpha + beta * bytes, as Alpa has it.
 
-Sizes are those of `cfp.profiling.rates.Rates.collective_ms`: of a whole group's tensor.
+Sizes are those of a whole group's tensor, as in
+`cfp.profiling.collectives.Rates.collective_ms`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from cfp.profiling.rates import Rates
+from cfp.profiling.collectives import Rates
 
 _PRICED_AS = {"collective-permute": "all-to-all"}
 

@@ -14,7 +14,7 @@ from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.segments import Segment
 from cfp.analysis.storage import spec_ways
 from cfp.analysis.strategies import NONE, Strategy
-from cfp.cost.estimate import SegmentEstimate, estimate_segment
+from cfp.cost.costs import SegmentEstimate, estimate_segment
 from cfp.cost.memory import turning_point
 from cfp.cost.terms import Terms
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from alpa_test.handwritten.tables import Table
 from cfp.models import build, logical_names
 from cfp.models.layers import RESIDUAL, Axes, Rules, mesh_spec, sharded_by
-from cfp.models.options import Scalar
+from cfp.models.model import Scalar
 from cfp.models.train import TrainState
 
 

@@ -15,9 +15,14 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 
-from cfp.analysis.contractions import DimClasses, Member, UnionFind, find_members
+from cfp.analysis.contractions import (
+    DimClasses,
+    Member,
+    Numbers,
+    UnionFind,
+    find_members,
+)
 from cfp.analysis.flow import Flow, block_names, first_downstream, passes, weight_place
-from cfp.analysis.numbering import Numbers
 from cfp.program.graph import Op, Program
 
 NONE = -1

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cfp.analysis.blocks import Block
-from cfp.analysis.contractions import DimClasses, form_of
+from cfp.analysis.contractions import DimClasses, form_of, squeeze
 from cfp.analysis.flow import passes
-from cfp.analysis.numbering import squeeze
 from cfp.analysis.storage import Storage, StorageGroup, even_spec, extend_spec
 from cfp.analysis.strategies import (
     BlockSharding,

@@ -13,9 +13,8 @@ from enum import StrEnum
 from itertools import product
 from math import prod
 
-from cfp.analysis.contractions import UnionFind, is_contraction
+from cfp.analysis.contractions import UnionFind, is_contraction, squeeze
 from cfp.analysis.flow import NEVER, Flow, first_downstream, passes
-from cfp.analysis.numbering import squeeze
 from cfp.analysis.strategies import Mesh, Spec
 from cfp.program.fp8 import TAKEN
 from cfp.program.graph import Op, Program, is_dequantized, reached

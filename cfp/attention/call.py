@@ -16,14 +16,18 @@ from jax.sharding import Mesh, PartitionSpec
 
 from cfp.attention.kernels import KERNELS, Kernel
 from cfp.attention.problem import (
+    HEADS,
+    ROLES,
+    ULYSSES,
     AttentionProblem,
+    AttentionStrategy,
+    Given,
     Mask,
     Window,
     problem_of,
     segments_of,
 )
 from cfp.attention.ring import Ring, from_zigzag, spread_attention, to_zigzag
-from cfp.attention.strategy import HEADS, ROLES, ULYSSES, AttentionStrategy, Given
 from cfp.errors import CfpError
 from cfp.program.memory import auto_mesh
 

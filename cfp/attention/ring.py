@@ -30,8 +30,7 @@ from jax import Array, lax
 
 from cfp.attention.chunked import Partial, merge, nothing_yet
 from cfp.attention.kernels import Kernel
-from cfp.attention.problem import Mask, Scores, may_meet
-from cfp.attention.strategy import ALL_GATHER, AttentionStrategy
+from cfp.attention.problem import ALL_GATHER, AttentionStrategy, Mask, Scores, may_meet
 
 
 def zigzag_order(length: int, ranks: int) -> np.ndarray:

@@ -23,14 +23,18 @@ from cfp.passes.analyze import analyze_step
 from cfp.plan.plan import Plan
 from cfp.presets.presets import presets
 from cfp.printable import format_bytes
-from cfp.profiling.builder import compiled_bytes, is_out_of_memory
-from cfp.profiling.compile_pool import CompilePool, default_threads
-from cfp.profiling.compiler_options import MEMORY_SHARE
+from cfp.profiling.builder import (
+    CompilePool,
+    compiled_bytes,
+    default_threads,
+    is_out_of_memory,
+)
+from cfp.profiling.record import MEMORY_SHARE
 from cfp.program.constrain import Constraints
 from cfp.program.step import FlatStep
 from cfp.program.trace import OTHER_DEVICES
 from cfp.runtime.execute import CompiledStep, LoweredStep, load_or_lower
-from cfp.search.jobs import constraints_of
+from cfp.search.requests import constraints_of
 from cfp.settings import ConstraintLevel
 
 # Presets of which a device holds part of the parameters and of the activations, the one

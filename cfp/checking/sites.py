@@ -20,10 +20,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from cfp.context import PlanContext
-from cfp.profiling.compile_pool import CompilePool
-from cfp.profiling.compiler_options import UNTUNED
-from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
-from cfp.profiling.record import ProfileRecord
+from cfp.profiling.builder import CompilePool
+from cfp.profiling.record import GPU_PLATFORMS, UNTUNED, ProfileKey, ProfileRecord
 from cfp.program.constrain import Constraints, partition_spec
 from cfp.program.graph import Program
 from cfp.program.trace import planning_mesh

@@ -19,16 +19,14 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.context import PlannerSettings, open_context
 from cfp.errors import CfpError
-from cfp.plan.compose import compose_plan
-from cfp.plan.figures import Figures
-from cfp.plan.parts import check_arguments
+from cfp.plan.describe import compose_plan
+from cfp.plan.parts import Figures, check_arguments
 from cfp.plan.plan import Plan
 from cfp.presets.presets import presets
 from cfp.printable import counted
-from cfp.profiling.in_flight import Limits
-from cfp.profiling.key import Parts, ProfileKey, environment_parts
-from cfp.profiling.tasks import Progress
-from cfp.program.outline import other_program
+from cfp.profiling.record import Parts, ProfileKey, environment_parts
+from cfp.profiling.tasks import Limits, Progress
+from cfp.program.read import other_program
 from cfp.program.step import FlatStep
 from cfp.race.programs import (
     RaceOutcome,

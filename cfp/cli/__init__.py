@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from cfp.cli import finding, planning, reading, running
+from cfp.cli import finding, planning, running
 from cfp.cli.options import INTERRUPTED, MARKUP, PASS_ON, TRACEBACK, Command, Option
 from cfp.cli.options import command as one_message
 from cfp.cli.supervise import Supervision
@@ -43,9 +43,9 @@ app = typer.Typer(
 _COMMANDS = {
     "plan": finding.plan,
     "run": running.run,
-    "show": reading.show,
+    "show": running.show,
     "verify": running.verify,
-    "export": reading.export,
+    "export": running.export,
     "analyze": planning.analyze,
     "profile": planning.profile,
     "search": planning.search,

@@ -27,15 +27,13 @@ from cfp.context import DetailedSettings, PlannerSettings, dimensions_of
 from cfp.devices.joining import is_follower
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
-from cfp.profiling.in_flight import Limits
 from cfp.profiling.store import store_path
-from cfp.profiling.tasks import Progress
+from cfp.profiling.tasks import Limits, Progress
 from cfp.settings import ConstraintLevel
 from cfp.view.console import literal_console, wrapped
 from cfp.view.remarks import unplanned_text
 from cfp.view.text import print_plan
-from cfp.view.throughput import throughput
-from cfp.view.words import sentence
+from cfp.view.words import sentence, throughput
 
 
 def print_error(message: str) -> None:

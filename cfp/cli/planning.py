@@ -21,13 +21,13 @@ from cfp.cli import options as o
 from cfp.cli.options import Answer, mode_of, plan_answer
 from cfp.cli.session import Session, check_writable, dump_session, open_session
 from cfp.context import PlannerSettings, open_context
-from cfp.devices.device_kind import description_of
+from cfp.devices.described import description_of
 from cfp.errors import CfpError
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import search as search_choices
 from cfp.printable import parse_bytes
 from cfp.profiling.collectives import measure_rates
-from cfp.profiling.key import environment_parts, other_kind
+from cfp.profiling.record import environment_parts, other_kind
 from cfp.profiling.store import ProfileStore, read_export, store_path
 from cfp.profiling.tasks import MeasureOptions
 from cfp.search.requests import Profiles

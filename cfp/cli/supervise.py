@@ -1,7 +1,7 @@
 """Runs a command that measures in a child process, and continues when that dies.
 
 The child owns the devices, so that no second process uses them. It notes each build and
-run in the store (`cfp.profiling.in_flight`), with a deadline. The parent ends a child
+run in the store (`cfp.profiling.tasks`), with a deadline. The parent ends a child
 past a deadline, records why a child died, and starts the next one, which continues from
 the store.
 
@@ -23,9 +23,9 @@ from pathlib import Path
 
 from cfp.devices.joining import is_asked
 from cfp.errors import CfpError
-from cfp.profiling import in_flight
-from cfp.profiling.in_flight import forget, is_late, settle
+from cfp.profiling import tasks
 from cfp.profiling.store import ProfileStore
+from cfp.profiling.tasks import forget, is_late, settle
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 _SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -72,7 +72,7 @@ class Supervision:
                 arguments = (ours, store_path)
                 threading.Thread(target=_die_with, args=arguments, daemon=True).start()
                 # What is overdue the parent sees, too, and does something about it.
-                logging.getLogger(in_flight.__name__).setLevel(logging.ERROR)
+                logging.getLogger(tasks.__name__).setLevel(logging.ERROR)
                 signal.pthread_sigmask(signal.SIG_SETMASK, usual)
                 return
             os.close(ours)

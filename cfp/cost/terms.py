@@ -26,8 +26,8 @@ from cfp.analysis.strategies import (
     reduced_axes,
     tensor_spec,
 )
-from cfp.cost.fusion import moved_bytes
-from cfp.profiling.rates import Rates
+from cfp.cost.memory import moved_bytes
+from cfp.profiling.collectives import Rates
 from cfp.program.graph import Op, dtype_bytes, op_flops, product_dtype
 from cfp.program.rules import Rule, padded_size
 from cfp.settings import HOST_BYTES_PER_MS

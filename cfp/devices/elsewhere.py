@@ -23,13 +23,11 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from cfp.devices.described import DescribedMesh
-from cfp.devices.device_kind import DeviceKind
+from cfp.devices.described import DescribedMesh, DeviceKind
 from cfp.errors import CfpError
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build_here
-from cfp.profiling.compiler_options import UNTUNED
 from cfp.profiling.hlo import collectives_in
-from cfp.profiling.record import ProfileRecord
+from cfp.profiling.record import UNTUNED, ProfileRecord
 from cfp.program.graph import Program
 
 # This machine's devices are not asked for, and libtpu is there once for each child.

@@ -19,9 +19,8 @@ from jax.sharding import PartitionSpec
 
 from cfp.errors import CfpError
 from cfp.models.layers import TOKENS
-from cfp.models.model import Model
+from cfp.models.model import Config, Model, Scalar
 from cfp.models.moe import MOE
-from cfp.models.options import Config, Scalar
 from cfp.models.train import Batch, TrainState, TrainStep, make_train_step
 from cfp.models.transformers import BERT, GPT, LLAMA
 

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from cfp.models.layers import MLP, Params, constrain, inside, linear
-from cfp.models.model import Model
-from cfp.models.options import Config
+from cfp.models.model import Config, Model
 from cfp.models.train import Batch
 from cfp.models.transformers import ENDS, LAYER, Out, decode, decoder_layer
 

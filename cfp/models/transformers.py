@@ -32,8 +32,7 @@ from cfp.models.layers import (
     norm,
     unembed,
 )
-from cfp.models.model import Layer, Model, run_layers
-from cfp.models.options import Config
+from cfp.models.model import Config, Layer, Model, run_layers
 from cfp.models.train import Batch
 
 Out = tuple[jax.Array, jax.Array]  # Logits and a penalty.

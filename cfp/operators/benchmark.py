@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from cfp.devices.device_kind import DeviceKind, kind_of
+from cfp.devices.described import DeviceKind, kind_of
 from cfp.errors import summary_of
 from cfp.operators.cases import (
     Shape,

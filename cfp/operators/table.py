@@ -16,9 +16,8 @@ from typing import Any
 import jax
 from jax import Array
 
-from cfp.operators import formulas as f
-from cfp.operators.formulas import causal_mask, length_mask
-from cfp.operators.operator import Argument, Operator
+from cfp.operators import operator as f
+from cfp.operators.operator import Argument, Operator, causal_mask, length_mask
 
 Function = Callable[..., Array]
 # From (query, key, the operator's other arguments) to keyword arguments.

@@ -21,7 +21,7 @@ from cfp.analysis.analyze import Analysis, analyze, resolve_pins
 from cfp.context import PlanContext, PlannerSettings, open_context
 from cfp.devices.described import DescribedMesh, slice_of
 from cfp.printable import parse_bytes
-from cfp.profiling.key import environment_parts
+from cfp.profiling.record import environment_parts
 from cfp.program.graph import PARTITIONED
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import Lowering, planning_mesh, trace

@@ -10,15 +10,12 @@ from functools import partial
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.context import DecidedBy, PlanContext
-from cfp.cost.costs import Costs
-from cfp.cost.estimate import SegmentEstimate
+from cfp.cost.costs import Costs, SegmentEstimate
 from cfp.devices.described import DescribedMesh
-from cfp.profiling.collectives import measure_rates
-from cfp.profiling.measurer import Measurer
-from cfp.profiling.rates import Rates
+from cfp.profiling.collectives import Rates, measure_rates
+from cfp.profiling.jobs import Measurer
 from cfp.search.choices import estimate_among, leading_presets, preset_times
-from cfp.search.expected import estimate_options
-from cfp.search.guided import measure_candidates
+from cfp.search.guided import estimate_options, measure_candidates
 from cfp.search.requests import UNMEASURED_STRATEGIES, Profiles, RequestBuilder
 from cfp.search.solver import leanest, solve
 from cfp.settings import MEASURED_SHARE, Dimension

@@ -29,30 +29,27 @@ from cfp.presets.presets import (
 )
 from cfp.printable import mesh_text
 from cfp.profiling.collectives import known_rates
-from cfp.race.candidates import (
-    LESS_MEMORY,
-    leanest_of,
-    less_memory,
-    named_candidates,
-    rematerialized,
-    with_kernels,
-    with_preferred_kernels,
-)
+from cfp.race.admission import over_budget
+from cfp.race.compile import compiled_before
 from cfp.race.programs import (
+    LESS_MEMORY,
     SLOWER,
     TOO_LARGE,
     UNMEASURED,
     RaceOutcome,
     RaceResult,
+    leanest_of,
+    less_memory,
+    named_candidates,
     programs_of,
+    rematerialized,
+    with_kernels,
+    with_preferred_kernels,
 )
-from cfp.race.remembered import compiled_before
-from cfp.race.shortage import over_budget
 from cfp.search.choices import estimate_kinds, picks_of, whole_choice
-from cfp.search.expected import build_problem, estimate_options, expect
-from cfp.search.problem import Problem, scale_memory
+from cfp.search.guided import build_problem, estimate_options, expect
 from cfp.search.requests import Profiles, measured_options
-from cfp.search.solver import solve
+from cfp.search.solver import Problem, scale_memory, solve
 from cfp.settings import COMPILED_TO_PREDICTED, PRESETS_BY_ESTIMATE, Dimension
 from cfp.solution import RACE_SECONDS, Candidate, Solution, Stage, prediction_of
 

@@ -1,24 +1,37 @@
-"""Describes a choice for a program: segments, blocks, and unsharded parts."""
+"""Describes a choice for a program: segments, blocks, and unsharded parts.
+
+Composes the plan of a race's winner; several processes take that of process 0.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
-from cfp.analysis.analyze import Analysis, update_blocks
+from jax.sharding import AxisType, Mesh
+
+from cfp.analysis.analyze import (
+    Analysis,
+    long_branches,
+    model_work,
+    program_flops,
+    uncounted_loops,
+    update_blocks,
+)
 from cfp.analysis.contractions import DimClasses, is_contraction, is_product
 from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out
 from cfp.analysis.segments import Segment, group_readers
 from cfp.analysis.storage import even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
-from cfp.analysis.work import long_branches, program_flops, uncounted_loops
 from cfp.cost.costs import segment_candidate
 from cfp.cost.terms import transition
+from cfp.devices.described import DescribedMesh
 from cfp.plan.parts import (
     INDIVISIBLE,
     NOT_CHOSEN,
@@ -33,14 +46,23 @@ from cfp.plan.parts import (
     short_source,
     type_text,
 )
-from cfp.presets.arguments import data_arguments
+from cfp.plan.plan import Plan
+from cfp.presets.roles import data_arguments
 from cfp.printable import mesh_text
-from cfp.profiling.rates import Rates
+from cfp.profiling.builder import BuildEnvironment
+from cfp.profiling.collectives import Rates
+from cfp.profiling.record import configuration
 from cfp.program.constrain import Constraints
 from cfp.program.graph import Op, Program, call_flops, op_flops
 from cfp.program.part import aval
 from cfp.program.partitioned import call_of
-from cfp.search.problem import Problem
+from cfp.program.read import outline_of
+from cfp.program.trace import host_calls
+from cfp.race.programs import RaceOutcome, programs_of
+from cfp.runtime.execute import ReusableExecutable
+from cfp.search.requests import constraints_of
+from cfp.search.solver import Problem
+from cfp.solution import prediction_of
 
 _FUNCTION = re.compile(r"jit\((\w+)\)")
 # A block's anchor is drawn with what it reads, as far as people name it.
@@ -563,3 +585,82 @@ def _moves(
         steps = transition(value.size_bytes, have, partial, want, frame.mesh)
         for kind, axes, size in steps:
             yield kind, tuple(axes), int(size)
+
+
+def compose_plan(
+    analysis: Analysis,
+    mesh: Mesh | DescribedMesh,
+    environment: Mapping[str, str],
+    outcome: RaceOutcome,
+    tuned: BuildEnvironment | None = None,
+) -> Plan:
+    """Composes the plan of a race's winner.
+
+    Args:
+        mesh: the devices, real or described.
+        tuned: folder of the tuned kernels.
+    """
+    frame, winner = analysis.frame, outcome.winner
+    assert winner is not None, "something fits"
+    problem, rates = outcome.solution.problem, outcome.solution.rates
+    program = frame.program
+    layout = lay_out(frame, winner.choice)
+    search: dict[str, Any] = dict(outcome.counts)
+    if count := program.rewritten.erased_constraints:
+        search["constraints_left_out"] = count
+    if count := program.rewritten.wide_sums:
+        search["wide_sums"] = count
+    search |= model_work(frame, data_arguments(frame))
+    if undonated := undonated_arguments(layout):
+        search["undonated_bytes"] = sum(undonated.values())
+    estimated = isinstance(mesh, DescribedMesh) or "strategies_estimated" in search
+    size = prediction_of(analysis, problem, winner.choice).peak_bytes
+    raced = None
+    if outcome.built is not None and isinstance(mesh, Mesh):
+        [one] = programs_of(analysis, [winner], ())
+        raced = ReusableExecutable.of(program, mesh, one.job, outcome.built)
+    rows = plan_rows(analysis, winner.choice, rates)
+    constraints = constraints_of(analysis, winner.choice, winner.level)
+    return Plan(
+        fingerprint=program.fingerprint,
+        mesh_axes=frame.mesh,
+        arg_names=program.arg_names,
+        arg_types=tuple(type_text(aval(program, v)) for v in program.args),
+        arg_specs=tuple(layout.arg_spec(i) for i in range(len(program.args))),
+        output_specs=layout.output_specs(),
+        constraints=constraints,
+        sites=constraint_sites(program, constraints),
+        donated=tuple(a is not None for a in program.alias),
+        winner=winner.name,
+        predicted_ms=winner.predicted_ms,
+        measured_ms=outcome.time_ms,
+        peak_bytes=outcome.peak_bytes,
+        options=dict(winner.options),
+        level=winner.level,
+        segments=plan_segments(analysis, winner.choice, problem),
+        rows=rows,
+        uneven=uneven_arguments(layout),
+        undonated=tuple(undonated),
+        uncounted=describe_uncounted(program),
+        replicated_ops=whole_ops(layout, rates),
+        host_callbacks_skipped=host_calls(program),
+        race=tuple(outcome.rows),
+        environment={**configuration(), **environment, **_explicit_axes(mesh)},
+        outline=outline_of(program),
+        search=search,
+        products=program.rewritten.products,
+        rung="estimated" if estimated and outcome.time_ms is None else "measured",
+        predicted_bytes=size,
+        mesh=mesh if isinstance(mesh, Mesh) else None,
+        raced=raced,
+        tuned=tuned,
+    )
+
+
+def _explicit_axes(mesh: Mesh | DescribedMesh) -> dict[str, str]:
+    """Axes of the caller's mesh that results of a plan from a file are to have, too."""
+    if isinstance(mesh, DescribedMesh):
+        return {}
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    found = [name for name, kind in pairs if kind is AxisType.Explicit]
+    return {"explicit_axes": ",".join(found)} if found else {}

@@ -34,10 +34,9 @@ from cfp.attention.kernels import KERNELS
 from cfp.errors import PlanMismatch
 from cfp.fields import Count, Flag, Name, first_error, matching, shown
 from cfp.plan.parts import PlanRow, PlanSegment, shape_of
-from cfp.profiling.compiler_options import refused_option
-from cfp.program.constrain import Constraints
+from cfp.profiling.record import refused_option
+from cfp.program.constrain import Constraints, Rematerialization
 from cfp.program.fp8 import PRECISION
-from cfp.program.rematerialize import Rematerialization
 from cfp.program.replace import Recorded, Replacement
 
 FORMAT = 13

@@ -19,10 +19,10 @@ from cfp.devices.described import DescribedMesh
 from cfp.errors import PlanMismatch
 from cfp.fields import Count, Name, Number, Rung, Time, Words
 from cfp.plan import file
-from cfp.plan.figures import Figures
 from cfp.plan.file import Local
 from cfp.plan.parts import (
     BINDS,
+    Figures,
     Site,
     check_arguments,
     check_binding,
@@ -33,20 +33,20 @@ from cfp.plan.parts import (
 from cfp.plan.placing import Arguments, check_devices, made, mesh_here, placed
 from cfp.printable import clock_text, mesh_text
 from cfp.profiling.builder import BuildEnvironment
-from cfp.profiling.compiler_options import refused_option
+from cfp.profiling.record import refused_option
 from cfp.profiling.store import store_path
 from cfp.program.calling import released, sequence
-from cfp.program.meaning import trace_context_key
+from cfp.program.jaxprs import trace_context_key
 from cfp.program.memory import HOST, in_memory
-from cfp.program.outline import Outline
 from cfp.program.part import shardings
+from cfp.program.read import Outline
 from cfp.program.step import FlatStep, flatten_step, typed_as_returned
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import RaceRow
-from cfp.runtime.executables import ReusableExecutable
 from cfp.runtime.execute import (
     CompiledStep,
     LoweredStep,
+    ReusableExecutable,
     export_planned,
     load_early,
     load_or_lower,
@@ -165,7 +165,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Shows a notebook the small form of the page of ``cfp show --html``."""
-        from cfp.view.page import page_html
+        from cfp.view.text import page_html
 
         return page_html(self, is_small=True)
 
@@ -439,7 +439,7 @@ class Plan:
 
     def report(self, path: str | Path) -> None:
         """Writes the plan as one page of HTML without network and scripts."""
-        from cfp.view.page import page_html
+        from cfp.view.text import page_html
 
         _write(path, page_html(self).encode())
 

@@ -30,7 +30,7 @@ import jax
 from jax.sharding import Mesh
 
 from cfp.errors import ProcessError
-from cfp.program.meaning import Channel, open_channel
+from cfp.program.jaxprs import Channel, open_channel
 
 # How long others may take for what this process has finished: a build may take half an
 # hour. A process that died is found out by jax.distributed, by its heartbeats.

@@ -11,9 +11,15 @@ import jax
 from jax.sharding import Mesh
 
 from cfp.errors import CfpError
-from cfp.profiling.builder import BuildEnvironment, Built, Job, build_here
+from cfp.profiling.builder import (
+    BuildEnvironment,
+    Built,
+    CompilePool,
+    Job,
+    build_here,
+    default_threads,
+)
 from cfp.profiling.collectives import build_probe_here, probe_of
-from cfp.profiling.compile_pool import CompilePool, default_threads
 from cfp.profiling.coordination import Coordination
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import compile_generators, execute_here, shortage

@@ -20,8 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from cfp.profiling.compiler_options import UNTUNED
-from cfp.profiling.key import GPU_PLATFORMS
+from cfp.profiling.record import GPU_PLATFORMS, UNTUNED
 from cfp.program.constrain import partition_spec
 from cfp.program.graph import Op, Program, Spec, reached
 from cfp.program.memory import auto_mesh

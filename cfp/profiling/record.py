@@ -2,22 +2,416 @@
 
 A failure is a record like any other, so that a search never repeats a compile
 that is known to run out of memory.
+
+Links of GPUs, their power limits and their driver.
+
+Two GPUs over NVLink and two over PCIe are of one kind, and no time of a collective is
+the same. NVIDIA's driver says what links each pair, through ``nvidia-smi``.
+
+Compiler options that a file may contain, by name and value.
+
+A plan or an exported record from elsewhere may hold any option of XLA. Some options
+write files (``xla_dump_to``), load them, or change results
+(``xla_gpu_enable_fast_min_max``). A file may only name options that are known to change
+the schedule or the memory of a program, with a value of the option's type.
+
+Keys of measurements: their dependencies, as a list of named parts.
+
+The digest of the parts is the key in the store. The names are kept beside it, so that
+records of another machine can be told: "jax_version: 0.10.2 there, 0.11.2 here".
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import hashlib
 import json
 import math
+import os
+import platform
+import re
+import shlex
 import statistics
+import subprocess
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from functools import cache
-from typing import Annotated, ClassVar, Literal, get_args
+from functools import cache, lru_cache
+from importlib import metadata
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
+import jax
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from cfp.fields import Count, Time, first_error
+from cfp.profiling.coordination import coordination
+from cfp.program.jaxprs import compiler_settings
+
+UNKNOWN = "unknown"
+
+_SECONDS = 30
+_BUS = re.compile(r"([0-9a-fA-F]+):([0-9a-fA-F]+):([0-9a-fA-F]+)\.([0-9a-fA-F]+)")
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_QUERY = "index,power.limit,driver_version,pci.bus_id"
+_BUS_LETTERS = 32  # More than such an address has.
+
+
+@lru_cache(maxsize=16)
+def ask_driver(*words: str) -> str:
+    """Runs ``nvidia-smi``; "" if the program is missing or fails."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *words],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return _ESCAPES.sub("", done.stdout) if done.returncode == 0 else ""
+
+
+def bus_of(ordinal: int) -> str:
+    """Returns the PCI address of a GPU by CUDA's number; "" if unknown.
+
+    CUDA counts the fastest first, and only those in ``CUDA_VISIBLE_DEVICES``; the
+    driver counts by address. So hosts with several kinds have two numberings.
+    """
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ""
+    device = ctypes.c_int()
+    if library.cuDeviceGet(ctypes.byref(device), ctypes.c_int(ordinal)) != 0:
+        return ""  # Nothing has started CUDA in this process, or there is none such.
+    text = ctypes.create_string_buffer(_BUS_LETTERS)
+    failed = library.cuDeviceGetPCIBusId(text, ctypes.c_int(_BUS_LETTERS), device)
+    return "" if failed else text.value.decode(errors="replace")
+
+
+def gpu_parts(ordinals: Sequence[int | None]) -> dict[str, str]:
+    """Returns the parts of a key that describe links between GPUs of this host.
+
+    Args:
+        ordinals: CUDA's numbers of the mesh's devices in this process, in the mesh's
+            order.
+
+    Returns:
+        ``links`` of each pair, in the order of the mesh; ``power_limit`` and ``driver``
+        of
+        the devices. Values that the driver does not give are "unknown".
+    """
+    known = _gpus()
+    unknown = (-1, UNKNOWN, UNKNOWN)
+    buses = ["" if ordinal is None else bus_of(ordinal) for ordinal in ordinals]
+    gpus = [known.get(_address(bus), unknown) for bus in buses]
+    return {
+        "links": _links([number for number, *_ in gpus]),
+        "power_limit": ", ".join(dict.fromkeys(power for _, power, _ in gpus)),
+        "driver": ", ".join(dict.fromkeys(driver for *_, driver in gpus)),
+    }
+
+
+def _address(bus: str) -> tuple[int, ...] | None:
+    """An address such as ``00000000:18:00.0``, whatever zeros it is written with."""
+    match = _BUS.fullmatch(bus.strip())
+    return None if match is None else tuple(int(part, 16) for part in match.groups())
+
+
+def _gpus() -> dict[tuple[int, ...] | None, tuple[int, str, str]]:
+    """Number, power limit and driver of all GPUs of the host, by address."""
+    found = {}
+    answer = ask_driver(f"--query-gpu={_QUERY}", "--format=csv,noheader")
+    for line in answer.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == 4 and (address := _address(cells[3])):
+            found[address] = (int(cells[0]), cells[1], cells[2])
+    return found
+
+
+def _links(numbers: Sequence[int]) -> str:
+    """Lists the links of pairs: ``NV18``, ``PIX``, ``SYS``; once if all are alike."""
+    if len(numbers) < 2:
+        return ""
+    lines = [line.split("\t") for line in ask_driver("topo", "-m").splitlines()]
+    heads = next((line for line in lines if "GPU0" in map(str.strip, line)), [])
+    columns = {name.strip(): i for i, name in enumerate(heads)}
+    rows = {line[0].strip(): line for line in lines if len(line) > 1 and line != heads}
+
+    def link(a: int, b: int) -> str:
+        row, column = rows.get(f"GPU{a}", []), columns.get(f"GPU{b}", -1)
+        return row[column].strip() if 0 < column < len(row) else UNKNOWN
+
+    pairs = [link(a, b) for i, a in enumerate(numbers) for b in numbers[i + 1 :]]
+    return pairs[0] if len(set(pairs)) == 1 else ",".join(pairs)
+
+
+_SWITCH = re.compile("[Tt]rue|[Ff]alse")
+_BYTES = re.compile("[0-9]{1,13}")
+_PERCENT = re.compile("[1-9][0-9]?|100")
+_LEVEL = re.compile("[0-3]")
+
+# The percentage of what arguments leave of a device's memory that others may take.
+MEMORY_SHARE = "xla_gpu_memory_limit_slop_factor"
+
+# Trying kernels out takes a device and most of a compile. Untried, Triton's kernels for
+# products are slow ones.
+UNTUNED: Mapping[str, str] = MappingProxyType(
+    {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
+)
+
+# Which values each known option may have.
+_KNOWN = {
+    "xla_gpu_enable_latency_hiding_scheduler": _SWITCH,
+    "xla_gpu_all_gather_combine_threshold_bytes": _BYTES,
+    "xla_gpu_all_reduce_combine_threshold_bytes": _BYTES,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": _BYTES,
+    "xla_gpu_collective_permute_combine_threshold_bytes": _BYTES,
+    "xla_gpu_enable_pipelined_all_gather": _SWITCH,
+    "xla_gpu_enable_pipelined_all_reduce": _SWITCH,
+    "xla_gpu_enable_pipelined_reduce_scatter": _SWITCH,
+    "xla_gpu_enable_triton_gemm": _SWITCH,
+    "xla_gpu_enable_while_loop_double_buffering": _SWITCH,
+    MEMORY_SHARE: _PERCENT,
+    "xla_backend_optimization_level": _LEVEL,
+    # Without it programs need more memory, and compute the same.
+    "xla_disable_hlo_passes": re.compile("rematerialization"),
+}
+
+
+def refused_option(options: Any, allowed: Collection[str] = ()) -> str | None:
+    """Returns the reason why options of a file are refused; None if they may be used.
+
+    Args:
+        allowed: names of further options that the caller trusts, whatever their value.
+    """
+    if not isinstance(options, Mapping):
+        return f"compiler options that are a {type(options).__name__}, not an object"
+    for name, value in options.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            return f"the compiler option {name!r:.80} = {value!r:.80}, which is no text"
+        if name in allowed:
+            continue
+        known = _KNOWN.get(name)
+        if known is None:
+            return (
+                f"the compiler option {name!r:.80}, which is not known to be harmless"
+            )
+        if not known.fullmatch(value):
+            return f"{value!r:.80} for the compiler option {name}"
+    return None
+
+
+Parts = tuple[tuple[str, str], ...]
+
+# Another one where cfp itself measures or builds otherwise than before.
+MEASURE_VERSION = "3"
+
+GPU_PLATFORMS = ("gpu", "cuda", "rocm")
+
+# Flags that change what is written, cached or seen, but not what a program costs
+# (the number of devices is a part of its own).
+_IRRELEVANT_XLA_FLAGS = re.compile(
+    r"--xla_(dump_.*|force_host_platform_device_count|gpu_cuda_data_dir"
+    r"|gpu_dump_.*|gpu_per_fusion_autotune_cache_dir|gpu_kernel_cache_file"
+    r"|gpu_experimental_autotune_cache_mode|gpu_experimental_autotuner_cache_dir)"
+)
+_ALLOCATOR_VARIABLES = (
+    "XLA_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+)
+# CUDA's and its libraries', that choose kernels, or how many queues there are.
+_CUDA_VARIABLES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "NVIDIA_TF32_OVERRIDE",
+)
+_PRNG_IMPL = "jax_default_prng_impl"  # Has a part of its own.
+# Of a host, and so not the same for all processes of a program.
+_OF_A_HOST = frozenset(
+    ("allocator", "driver", "host", "links", "nccl", "power_limit", "processor")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileKey:
+    """An ordered list of (name, value) parts: the measured program, then the place."""
+
+    parts: Parts
+
+    def __post_init__(self):
+        names = [name for name, _ in self.parts]
+        doubled = sorted({name for name in names if names.count(name) > 1})
+        if doubled:
+            raise ValueError(f"expected every part once, got more of {doubled}")
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the parts, in hex."""
+        # JSON keeps ("a", "bc") and ("ab", "c") apart.
+        return hashlib.sha256(json.dumps(self.parts).encode()).hexdigest()
+
+
+def environment_parts(devices: Sequence[Any]) -> Parts:
+    """The parts of a key that say where something was measured.
+
+    Args:
+      devices: `jax.Device`s: all devices of the mesh, of every process.
+    """
+    platform_name = devices[0].platform
+    parts = {
+        "measure": MEASURE_VERSION,
+        "platform": platform_name,
+        "device_kind": ", ".join(sorted({device.device_kind for device in devices})),
+        "devices": str(len(devices)),
+        # Neighbours on the mesh may be linked in another way.
+        "order": ",".join(str(d.id - min(o.id for o in devices)) for d in devices),
+        "processes": str(len({device.process_index for device in devices})),
+        "jax_version": jax.__version__,
+        "jaxlib_version": metadata.version("jaxlib"),
+        "driver_version": devices[0].client.platform_version,
+        "xla_flags": normalise_xla_flags(os.environ.get("XLA_FLAGS", "")),
+        **configuration(),
+    }
+    settings = [f"{n}={text}" for n, text in compiler_settings() if n != _PRNG_IMPL]
+    if settings:
+        parts["jax_settings"] = shlex.join(settings)
+    if platform_name in GPU_PLATFORMS:
+        parts["nccl"] = _variables(
+            name
+            for name in os.environ
+            # What NCCL logs, and where to, changes no time.
+            if name.startswith("NCCL_") and not name.startswith("NCCL_DEBUG")
+        )
+        if cuda := _variables(_CUDA_VARIABLES):
+            parts["cuda"] = cuda
+        # These decide what runs out of memory, and what an allocation costs.
+        parts["allocator"] = _variables(_ALLOCATOR_VARIABLES)
+        # Of the devices of this process, whose host knows their links.
+        here = devices[0].client.process_index()
+        mine = [d.local_hardware_id for d in devices if d.process_index == here]
+        parts |= gpu_parts(mine)
+        # It launches what the devices run.
+        parts["host"] = f"{_processor()}, {os.cpu_count()} cores"
+    elif platform_name == "tpu":
+        parts["libtpu_flags"] = normalise_xla_flags(
+            os.environ.get("LIBTPU_INIT_ARGS", "")
+        )
+    elif platform_name == "cpu":
+        # Every CPU's device kind is "cpu".
+        parts["processor"] = f"{_processor()}, {os.cpu_count()} cores"
+    talk = coordination()
+    processes = {device.process_index for device in devices}
+    if talk is not None and talk.hosts and processes != {jax.process_index()}:
+        known = list(dict.fromkeys(talk.hosts))
+        # What lies between two hosts is slower than what lies inside of one.
+        parts["hosts"] = ",".join(
+            str(known.index(talk.hosts[device.process_index])) for device in devices
+        )
+    return tuple(parts.items())
+
+
+def alike_parts(devices: Sequence[Any]) -> dict[str, str]:
+    """The parts that all processes of a program have in common, in words."""
+    return {
+        name.replace("_", " "): text
+        for name, text in environment_parts(devices)
+        if name not in _OF_A_HOST
+    }
+
+
+# Of an environment: what makes a machine one of another kind.
+_KIND = (
+    "platform",
+    "device_kind",
+    "host",
+    "processor",
+    "driver_version",
+    "jax_version",
+    "jaxlib_version",
+)
+
+
+def other_kind(parts: Parts, here: Parts) -> str:
+    """Names the differences of a key's machine from another; "" if of one kind."""
+    theirs, ours = dict(parts), dict(here)
+    return "; ".join(
+        f"{name}: {theirs.get(name, 'none')} there, {ours.get(name, 'none')} here"
+        for name in _KIND
+        if theirs.get(name) != ours.get(name)
+    )
+
+
+def normalise_xla_flags(flags: str) -> str:
+    """Returns the flags that may change a measurement, sorted by name.
+
+    Args:
+      flags: value of the environment variable: flags, or a file of flags if it does not
+        begin with a dash.
+
+    Returns:
+      Flags with one space between them. Flags of one name keep their order: some add
+        up,
+      and otherwise the last one counts.
+    """
+    if flags.strip() and not flags.lstrip().startswith("-"):
+        try:
+            flags = Path(flags).read_text()
+        except OSError:
+            return flags.strip()
+    kept = [
+        flag
+        for flag in _split(flags)
+        if not _IRRELEVANT_XLA_FLAGS.fullmatch(flag.partition("=")[0])
+    ]
+    kept.sort(key=lambda flag: flag.partition("=")[0])
+    once = [flag for i, flag in enumerate(kept) if i == 0 or flag != kept[i - 1]]
+    return shlex.join(once)
+
+
+def _split(flags: str) -> list[str]:
+    try:
+        return shlex.split(flags)
+    except ValueError:
+        # Quotes that do not pair up: XLA will complain, not the key.
+        return flags.split()
+
+
+def configuration() -> dict[str, str]:
+    """JAX's settings that programs follow from, as keys and plans name them."""
+    return {
+        "matmul_precision": _setting("jax_default_matmul_precision"),
+        "enable_x64": _setting("jax_enable_x64"),
+        "prng_impl": _setting(_PRNG_IMPL),
+        "threefry_partitionable": _setting("jax_threefry_partitionable"),
+    }
+
+
+def _setting(name: str) -> str:
+    # Settings come and go with versions of JAX, and so does their influence.
+    return str(getattr(jax.config, name, "absent"))
+
+
+def _variables(names: Iterable[str]) -> str:
+    return shlex.join(
+        f"{name}={os.environ[name]}" for name in sorted(names) if name in os.environ
+    )
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return model[1].strip() if model else platform.processor() or platform.machine()
+
 
 Status = Literal["ok", "out_of_memory", "compile_error", "timeout", "crashed"]
 STATUSES: tuple[str, ...] = get_args(Status)
@@ -93,7 +487,7 @@ class ProfileRecord(CompiledBytes):
     """One thing that was built and run, or the reason why it could not be.
 
     Attributes:
-      key: digest of `parts`, see `cfp.profiling.key.ProfileKey`.
+      key: digest of `parts`, see `cfp.profiling.record.ProfileKey`.
       parts: the named parts of the key, in order.
       status: "ok" means built, run and timed.
       reason: for a failure, what the compiler or the runtime said.
@@ -104,7 +498,7 @@ class ProfileRecord(CompiledBytes):
       build_seconds: tracing, lowering and compiling.
       run_seconds: all of running, warm-up included.
       collectives: what the compiled program sends.
-      choice: of a whole program what was chosen for it; see `cfp.race.remembered`.
+      choice: of a whole program what was chosen for it; see `cfp.race.compile`.
       created: ISO 8601, UTC.
 
     Raises:

@@ -22,10 +22,10 @@ from cfp.profiling.builder import (
     Built,
     Job,
     build,
+    default_threads,
     is_out_of_memory,
     reason_of,
 )
-from cfp.profiling.compile_pool import default_threads
 from cfp.profiling.coordination import leading
 from cfp.profiling.inputs import (
     InputKind,

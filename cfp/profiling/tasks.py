@@ -1,19 +1,315 @@
 """Measurement tasks, their options and their progress.
 
 How tasks are measured is in `cfp.profiling.jobs`.
+
+Current jobs of processes, as rows of the store that outlive a process.
+
+A process that dies while it builds or runs a job leaves its rows. The job that was
+running, or else building, is tried again. A second death, or a known cause of death, is
+a failure on record. If several builds were under way, they are built one at a time.
+
+A process that holds devices cannot end a run that hangs. It notes that the run takes
+too long, and the command line as its parent ends it (`cfp.cli.supervise`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from sqlite3 import Connection
 from typing import Literal
 
-from cfp.profiling.in_flight import Limits
-from cfp.profiling.key import ProfileKey
-from cfp.profiling.record import ProfileRecord
+from cfp.profiling.record import Parts, ProfileKey, ProfileRecord, Status, utc_now
+from cfp.profiling.store import ProfileStore
+
+Doing = Literal["build", "run"]
+
+_WATCH_SECONDS = 1.0
+# A process that slept longer than this between two looks was stopped, and all else
+# with it.
+_STOPPED_SECONDS = 3.0
+_MOST_DEATHS = 2
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Time limits after which a build or a run counts as hung.
+
+    Attributes:
+      run_seconds: stop a run, with making its inputs, after SECONDS plus 20 times its
+        expected time.
+      run_expected: those 20 times. The expectation is an estimate, and a run repeats.
+      build_seconds: stop a compilation after SECONDS. Large programs take many minutes.
+    """
+
+    run_seconds: float = 60.0
+    run_expected: float = 20.0
+    build_seconds: float = 1800.0
+
+    def seconds(self, doing: Doing, expected_ms: float) -> float:
+        """Returns the time limit of an activity."""
+        if doing == "run":
+            return self.run_seconds + self.run_expected * expected_ms / 1e3
+        return self.build_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A current activity of a process, or the last one of a dead process.
+
+    Attributes:
+      parts: of the key of its record.
+      program: name of the user's function; "" without one.
+      since: start of the activity: ISO 8601, UTC.
+      deadline: time at which it counts as hung, in `time.monotonic`, which the
+        processes of a machine share.
+      overdue: True after the deadline.
+      deaths: number of processes that may have died of it.
+    """
+
+    parts: Parts
+    label: str
+    program: str = ""
+    doing: Doing
+    since: str
+    limit_seconds: float
+    deadline: float
+    overdue: bool = False
+    deaths: int = 0
+
+    @property
+    def key(self) -> str:
+        return ProfileKey(self.parts).digest
+
+
+_WORDS = {"run": "running", "build": "compiling"}  # To users.
+# Nobody: of what a process has died.
+_DEAD = ""
+Cause = tuple[Status, str]  # As of a record: its status, and the reason.
+
+
+def operations(connection: Connection) -> dict[str, list[Operation]]:
+    """All operations of a store, by their process."""
+    found: dict[str, list[Operation]] = {}
+    for owner, text in connection.execute("SELECT owner, json FROM in_flight"):
+        data = json.loads(text)
+        data["parts"] = tuple((name, value) for name, value in data["parts"])
+        found.setdefault(owner, []).append(Operation(**data))
+    return found
+
+
+def is_alive(owner: str) -> bool:
+    """True if the process that owns operations lives."""
+    pid, _, started = owner.partition(":")
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        pass
+    except (ProcessLookupError, ValueError):
+        return False
+    return _started(int(pid)) == started
+
+
+def _started(pid: int) -> str:
+    """The moment a process began, which tells it from others of its number; or ""."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if status[0] == "Z" else status[19]
+
+
+def settle(
+    store: ProfileStore, pid: int | None = None, cause: Cause | None = None
+) -> list[Operation]:
+    """Records what dead processes died of, or notes that it may be that.
+
+    Args:
+      pid: a process that has ended, by its number, if its parent asks.
+      cause: why that one ended, if it was not ended from outside.
+
+    Returns:
+      The operations that it may have died of.
+    """
+    suspects: list[Operation] = []
+    with store.transaction() as connection:
+        every = operations(connection)
+        deaths = {one.key: one.deaths for one in every.get(_DEAD, ())}
+        for one in every.pop(_DEAD, ()):
+            if _is_done(store, one):
+                _write(connection, _DEAD, one.key, None)
+        for owner, mine in every.items():
+            is_asked = owner.startswith(f"{pid}:")
+            if is_alive(owner) and not is_asked:
+                continue
+            connection.execute("DELETE FROM in_flight WHERE owner = ?", (owner,))
+            if is_asked:
+                mine = [replace(one, overdue=_is_overdue(one)) for one in mine]
+            guilty = [one for one in _suspects(mine) if not _is_done(store, one)]
+            suspects += guilty if is_asked else ()
+            why = cause if is_asked else None
+            if why is None and guilty and all(one.overdue for one in guilty):
+                why = "timeout", f"no end after {guilty[0].limit_seconds:.0f} s"
+            for one in guilty:
+                dead = replace(one, deaths=deaths.get(one.key, 0) + 1, overdue=False)
+                if why is None and dead.deaths >= _MOST_DEATHS:
+                    why = "crashed", f"the process died {dead.deaths} times"
+                if why is not None and len(guilty) == 1:
+                    _record(store, one, why)
+                    dead = None
+                _write(connection, _DEAD, one.key, dead)
+    return suspects
+
+
+def forget(store: ProfileStore, pid: int) -> None:
+    """Forgets what a process was at, which was ended from outside."""
+    with store.transaction() as connection:
+        connection.execute("DELETE FROM in_flight WHERE owner LIKE ?", (f"{pid}:%",))
+
+
+def is_late(store: ProfileStore, pid: int) -> bool:
+    """True if a process is at something for too long."""
+    with store.transaction() as connection:
+        every = operations(connection)
+    mine = [every[owner] for owner in every if owner.startswith(f"{pid}:")]
+    return any(map(_is_overdue, chain(*mine)))
+
+
+def _is_overdue(one: Operation) -> bool:
+    return one.overdue or one.deadline < time.monotonic()
+
+
+def _suspects(mine: Sequence[Operation]) -> list[Operation]:
+    """Possible causes of a death: overdue operations, else runs, else builds."""
+    late = [one for one in mine if one.overdue]
+    return late or [one for one in mine if one.doing == "run"] or [*mine]
+
+
+def _is_done(store: ProfileStore, one: Operation) -> bool:
+    record = store.get(one.key)
+    # Both are of `utc_now`: as text they sort by time.
+    return record is not None and record.created >= one.since
+
+
+def _record(store: ProfileStore, one: Operation, why: Cause) -> None:
+    status, reason = why[0], f"{why[1]} while {_WORDS[one.doing]} it"
+    record = ProfileRecord(key=one.key, parts=one.parts, status=status, reason=reason)
+    store.put(record, replace=True)
+    _log.warning(
+        "%s is left out: %s: %s "
+        "(PlannerSettings(retry_failures=True), --retry-failures: try again)",
+        f"{one.label} of {one.program}" if one.program else one.label,
+        status.replace("_", " "),
+        reason,
+    )
+
+
+def _write(connection: Connection, owner: str, key: str, one: Operation | None) -> None:
+    where = "DELETE FROM in_flight WHERE owner = ? AND key = ?"
+    connection.execute(where, (owner, key))
+    if one is not None:
+        row = key, owner, json.dumps(asdict(one))
+        connection.execute("INSERT INTO in_flight VALUES (?, ?, ?)", row)
+
+
+class InFlight:
+    """The operations of this process and its threads, from `with` to its end."""
+
+    def __init__(
+        self, store: ProfileStore, limits: Limits | None = None, program: str = ""
+    ):
+        self._store = store
+        self._program = program
+        self.limits = limits or Limits()
+        self._owner = f"{os.getpid()}:{_started(os.getpid())}"
+        self._mine: dict[str, Operation] = {}
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+
+    def __enter__(self) -> InFlight:
+        settle(self._store)
+        threading.Thread(target=self._watch, name="cfp-watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._closed.set()
+            with self._store.transaction() as connection:
+                for digest in self._mine:
+                    _write(connection, self._owner, digest, None)
+
+    def at_once(self, digests: Iterable[str], most: int) -> int:
+        """Limits the builds at once: to one, where a process may have died of some."""
+        with self._store.transaction() as connection:
+            dead = {one.key for one in operations(connection).get(_DEAD, ())}
+        return most if dead.isdisjoint(digests) else 1
+
+    @contextlib.contextmanager
+    def doing(
+        self, key: ProfileKey, label: str, doing: Doing, expected_ms: float = 0.0
+    ) -> Iterator[None]:
+        """Notes an activity while the body runs."""
+        limit = self.limits.seconds(doing, expected_ms)
+        one = Operation(
+            parts=key.parts,
+            label=label,
+            program=self._program,
+            doing=doing,
+            since=utc_now(),
+            limit_seconds=limit,
+            deadline=time.monotonic() + limit,
+        )
+        self._set(key.digest, one)
+        try:
+            yield
+        finally:
+            self._set(key.digest, None)
+
+    def _set(self, digest: str, one: Operation | None) -> None:
+        with self._lock:
+            if self._closed.is_set():
+                return  # A build that an interrupt did not wait for.
+            self._mine.pop(digest, None)
+            self._mine |= {digest: one} if one else {}
+            with self._store.transaction() as connection:
+                _write(connection, self._owner, digest, one)
+
+    def _watch(self) -> None:
+        """Notes what takes too long; nothing in this process can end it."""
+        looked = time.monotonic()
+        while not self._closed.wait(_WATCH_SECONDS):
+            now = time.monotonic()
+            lost = now - looked if now - looked > _STOPPED_SECONDS else 0.0
+            looked = now
+            with self._lock:
+                for one in [*self._mine.values()]:
+                    if one.overdue or self._closed.is_set():
+                        continue
+                    late = now > one.deadline + lost
+                    if late or lost:
+                        moved = replace(one, deadline=one.deadline + lost, overdue=late)
+                        self._set(one.key, moved)
+                    if late:
+                        _log.warning(
+                            "%s: %s for more than %.0f s; it may hang. If this process "
+                            "is ended now, that is noted, and it is not tried again",
+                            one.label,
+                            _WORDS[one.doing],
+                            one.limit_seconds,
+                        )
+
 
 Phase = Literal["look up", "build", "run", "wait", "done"]
 

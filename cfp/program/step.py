@@ -48,8 +48,7 @@ from cfp.program.calling import (
     parameter_names,
     released,
 )
-from cfp.program.jaxprs import do_the_same
-from cfp.program.meaning import check_settings, cudnn_expected
+from cfp.program.jaxprs import check_settings, cudnn_expected, do_the_same
 from cfp.program.memory import (
     HOST,
     explicit_sharding,

@@ -43,12 +43,11 @@ from cfp.program import shardy
 from cfp.program.calling import given_bytes
 from cfp.program.fp8 import use_precision
 from cfp.program.graph import Program, Rewritten
-from cfp.program.jaxprs import deferred, with_equations
-from cfp.program.meaning import check_settings
+from cfp.program.jaxprs import check_settings, deferred, with_equations
 from cfp.program.memory import auto_mesh, in_memory, on_auto_mesh, placed_avals
 from cfp.program.partitioned import lowering_parameters
 from cfp.program.read import read_program
-from cfp.program.scatters import rewrite_scatters
+from cfp.program.replace import rewrite_scatters
 from cfp.program.step import FlatStep
 
 

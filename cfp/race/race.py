@@ -4,13 +4,13 @@ Candidates come from the passes before: presets from the profile pass
 (:mod:`cfp.passes.profile`), the best choices by each prediction from the search
 (:mod:`cfp.passes.search`). The order of the race:
 
-candidates  named, at constraint levels             :mod:`cfp.race.candidates`
-remembered  compiled before and known to fit        :mod:`cfp.race.remembered`
+candidates  named, at constraint levels             :mod:`cfp.race.programs`
+remembered  compiled before and known to fit        :mod:`cfp.race.compile`
 admission   compiled until enough fit               :mod:`cfp.race.admission`
 turns       timed in turn                           :mod:`cfp.race.turns`
 again       the leader with other compiler options, and near candidates
 ties        the simplest of the fastest wins
-flags       the winner's branches, each timed       :mod:`cfp.race.flags`
+flags       the winner's branches, each timed       :mod:`cfp.race.turns`
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.context import DecidedBy, PlanContext
 from cfp.devices.described import DescribedMesh
 from cfp.profiling.builder import Built
-from cfp.profiling.key import Parts, ProfileKey
-from cfp.profiling.record import CompiledBytes, ProfileRecord
+from cfp.profiling.record import CompiledBytes, Parts, ProfileKey, ProfileRecord
 from cfp.race.admission import (
     Admitted,
     compile_until_enough_fit,
@@ -33,9 +32,15 @@ from cfp.race.admission import (
     expected_ms,
     within_reach,
 )
-from cfp.race.candidates import with_options
-from cfp.race.compile import Builder, compile_programs
-from cfp.race.flags import time_flags
+from cfp.race.compile import (
+    Builder,
+    answer_to,
+    compile_programs,
+    compiled_before,
+    keep_answer,
+    known_to_fit,
+    question,
+)
 from cfp.race.programs import (
     NOT_RUN,
     TOO_LARGE,
@@ -46,15 +51,9 @@ from cfp.race.programs import (
     left_out,
     programs_of,
     race_row,
+    with_options,
 )
-from cfp.race.remembered import (
-    answer_to,
-    compiled_before,
-    keep_answer,
-    known_to_fit,
-    question,
-)
-from cfp.race.turns import Ranking, race_programs, second_race
+from cfp.race.turns import Ranking, race_programs, second_race, time_flags
 from cfp.settings import MOST_RACED, ConstraintLevel
 from cfp.solution import RACE_SECONDS, Candidate, Solution, Stage, prediction_of
 

@@ -19,8 +19,13 @@ from cfp.analysis.storage import USUAL_STORAGE
 from cfp.analysis.strategies import Strategy
 from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import attentions, refusal_of, way_of
-from cfp.cost.costs import SegmentChoice, layout_of, segment_candidate
-from cfp.cost.estimate import SegmentEstimate, estimate_segment
+from cfp.cost.costs import (
+    SegmentChoice,
+    SegmentEstimate,
+    estimate_segment,
+    layout_of,
+    segment_candidate,
+)
 from cfp.cost.terms import Terms
 from cfp.presets.presets import (
     PRESETS,
@@ -29,8 +34,8 @@ from cfp.presets.presets import (
     named_choices,
     plainest,
 )
-from cfp.profiling.rates import Rates
-from cfp.search.problem import Assignment, Problem
+from cfp.profiling.collectives import Rates
+from cfp.search.solver import Assignment, Problem
 from cfp.settings import MIXED_PRESETS, Dimension, Replacing
 
 # Partial choices that a search for the best by estimate goes on with.

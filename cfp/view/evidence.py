@@ -19,22 +19,23 @@ from cfp.attention.matching.matches import (
 )
 from cfp.cost.costs import SegmentChoice, segment_candidate
 from cfp.plan.describe import axis_roles, sharded_kernels
-from cfp.plan.figures import (
+from cfp.plan.parts import (
     AlikeBlocks,
+    AxisRole,
     Figures,
     KindFigures,
     LeftFigures,
     OptionFigures,
     StrategyFigures,
     WorthFigures,
+    roles_text,
+    short_source,
 )
-from cfp.plan.parts import AxisRole, roles_text, short_source
 from cfp.plan.plan import Plan
 from cfp.presets.presets import named_choices, plainest, presets
 from cfp.printable import distinct_ends, merged_name, span_text
 from cfp.search.choices import picks_of
-from cfp.search.problem import Option, Problem
-from cfp.search.solver import solve
+from cfp.search.solver import Option, Problem, solve
 from cfp.settings import ALL_DIMENSIONS, Dimension, Replacing
 from cfp.solution import Candidate
 from cfp.view.words import NONE_CAN, REMATERIALIZED, kernels_text

@@ -8,14 +8,13 @@ from typing import Any
 from rich import box
 from rich.console import RenderableType
 
-from cfp.analysis.analyze import Analysis
+from cfp.analysis.analyze import Analysis, program_flops
 from cfp.analysis.dump import opaque_lines, segment_records
 from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import Strategy, block_strategies
-from cfp.analysis.work import program_flops
 from cfp.plan.describe import op_text
 from cfp.printable import counted, format_bytes, format_flops
-from cfp.profiling.rates import Rates, sent_share
+from cfp.profiling.collectives import Rates, sent_share
 from cfp.search.requests import Profiles
 from cfp.view.console import Row, Rows, row_of, sheet
 from cfp.view.words import STRATEGIES

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from math import prod
 
-from cfp.plan.figures import UNPLANNED, Figures, LeftFigures
+from cfp.plan.parts import UNPLANNED, Figures, LeftFigures
 from cfp.plan.plan import Plan
 from cfp.printable import counted, format_bytes, merged_alike
 from cfp.program.fp8 import TAKEN

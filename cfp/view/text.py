@@ -1,33 +1,62 @@
 """Plans as text: in a few lines, and as tables.
 
 Everything stands in the plan itself, so that a saved plan prints like a fresh one.
+
+Explains a plan: how it was chosen, its blocks, and the alternatives to each.
+
+A plan as a page of HTML, whole or small: the rows of the text, with bars.
+
+Every text is escaped.
+
+The differences of two plans, as text and as plain data.
 """
 
 from __future__ import annotations
 
+import fnmatch
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 from rich import box
 from rich.console import Console, RenderableType
 
+from cfp.analysis.strategies import Spec
+from cfp.errors import CfpError, known_names
 from cfp.plan.parts import Detail, roles_text
 from cfp.plan.plan import Plan
-from cfp.printable import counted, distinct_ends, span_text
+from cfp.printable import (
+    counted,
+    distinct_ends,
+    format_bytes,
+    merged_alike,
+    mesh_text,
+    one_line,
+    printable,
+    span_text,
+)
 from cfp.view import words
 from cfp.view.console import plain_text, print_view, sheet, wrapped
 from cfp.view.remarks import remarks
 from cfp.view.rows import (
+    BlockView,
     SegmentView,
     blocks_rows,
     chosen_text,
+    merged_moves,
+    more_rows,
     race_rows,
     segments_of,
+    strategies_rows,
     update_texts,
     variants_rows,
 )
-from cfp.view.throughput import throughput
-from cfp.view.words import few
+from cfp.view.words import few, throughput
 
 _MOST_SEGMENTS = 4  # as many as a short text has room for
 
@@ -104,3 +133,214 @@ def plan_text(plan: Plan, width: int | None = None) -> str:
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Prints a plan; see `print_view`."""
     print_view(lambda border: plan_view(plan, border=border), console)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """Segments that are alike, in words.
+
+    Attributes:
+        blocks: heading of each block, with its facts by label.
+        kind: number of the segments' kind in the plan's figures; None without figures.
+    """
+
+    title: str
+    blocks: tuple[tuple[str, dict[str, str]], ...]
+    kind: int | None
+
+
+def explained(plan: Plan, wanted: set[int] | None = None) -> Iterator[Explained]:
+    """Explains segments in order.
+
+    Args:
+        wanted: the blocks to explain; by default all.
+    """
+    kinds = plan.figures.segment_kinds if plan.figures else ()
+    for segment in segments_of(plan):
+        shown = [
+            one
+            for one in segment.blocks
+            if wanted is None or not wanted.isdisjoint(one.members)
+        ]
+        if not shown:
+            continue
+        span, count = span_text([*segment.indices]), len(segment.indices)
+        title = f"Segments {span} ({count} alike)" if count > 1 else f"Segment {span}"
+        title += f": {words.parameters_text(segment.parameters)}"
+        if segment.time_ms is not None:
+            title += f"; {segment.time_ms:.3f} ms each, {words.known_how(plan)}"
+        yield Explained(
+            title=title,
+            blocks=tuple(map(_block, shown)),
+            kind=kinds[segment.indices[0]] if kinds else None,
+        )
+
+
+def _block(block: BlockView) -> tuple[str, dict[str, str]]:
+    row = block.row
+    where = f"  at {row.source}" if row.source else ""
+    where += f", {row.repeats} times in one step" if row.repeats > 1 else ""
+    operands = " x ".join(map(words.tensor_text, row.operands))
+    moves = "; ".join(map(words.move_text, merged_moves(row.moves)))
+    return words.elided(block.name) + where, {
+        "sharded": block.sharded,
+        "tensors": f"{operands} -> {words.tensor_text(row.result)}",
+        "collectives": "; ".join([moves or "none", *block.exceptions]),
+    }
+
+
+def facts(plan: Plan) -> Iterator[str]:
+    """Lists sentences about the whole plan, its remarks included."""
+    yield f"Chosen: {chosen_text(plan)}."
+    if why := words.unsearched_text(plan):
+        yield f"No strategies to compare: {why}."
+    if any(move.time_ms is not None for row in plan.rows for move in row.moves):
+        yield (
+            "Times of collectives: each launched by itself; in a segment's time those "
+            "that are combined may share a launch."
+        )
+    yield from (f"{words.sentence(remark)}." for remark in remarks(plan))
+
+
+def explain_text(plan: Plan, block: str | None = None) -> str:
+    """Explains a plan, or one of its blocks, ``columns`` characters wide.
+
+    Args:
+        block: part of a block's name, or a pattern with ``*``; by default all blocks.
+
+    Raises:
+        CfpError: no block has such a name.
+    """
+    wanted = None if block is None else _wanted(plan, block)
+    lines = [words.headline(plan), *(facts(plan) if wanted is None else ())]
+    parts, kinds = ["\n".join(map(wrapped, lines))], set()
+    for segment in explained(plan, wanted):
+        lines = [segment.title]
+        for name, about in segment.blocks:
+            lines.append(f"  {name}")
+            lines += [f"    {label}: {text}" for label, text in about.items()]
+        parts.append("\n".join(map(wrapped, lines)))
+        if segment.kind not in kinds and segment.kind is not None:
+            made = strategies_rows(plan, segment.kind)
+            notes = "\n".join(map(wrapped, made.notes))
+            parts.append(f"{plain_text(made.table(box.ASCII))}{notes}")
+        kinds.add(segment.kind)
+    return "\n\n".join(parts) + "\n"
+
+
+def _wanted(plan: Plan, block: str) -> set[int]:
+    """Finds blocks by their names, or by those of repeated ones: layer_0-3."""
+    sought = block.casefold()
+    pattern = sought if "*" in sought else f"*{sought}*"
+
+    def is_it(name: str) -> bool:
+        known = name.casefold()
+        return known == sought or fnmatch.fnmatchcase(known, pattern)
+
+    shown = [block for segment in segments_of(plan) for block in segment.blocks]
+    found = {row.block for row in plan.rows if is_it(row.name)}
+    found = found or {i for one in shown if is_it(one.name) for i in one.members}
+    if not found:
+        names = known_names(block, (printable(words.elided(b.name)) for b in shown))
+        raise CfpError(f"No block has {block!r} in its name. {names}")
+    return found
+
+
+_FOLDER = Path(__file__).parent
+
+
+def page_html(plan: Plan, is_small: bool = False) -> str:
+    """Renders a page with its own style; it loads nothing else.
+
+    Args:
+        is_small: True for a part of a page, without the last tables, for notebooks.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        # Names in a plan are those of any program, or of any file.
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_without_controls,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["zip"] = partial(zip, strict=True)
+    tables = [blocks_rows(segments_of(plan)), variants_rows(plan), race_rows(plan)]
+    tables += [] if is_small else more_rows(plan)
+    rates = throughput(plan)
+    return environment.get_template("page.html.jinja").render(
+        is_small=is_small,
+        title=words.title(plan),
+        style=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
+        figures=[*words.figure_texts(plan), *([str(rates)] if rates else [])],
+        remarks=[*facts(plan)],
+        summary=words.summary_line(plan),
+        tables=[one for one in tables if one.rows],
+        segments=[*explained(plan)],
+    )
+
+
+def _without_controls(value: Any) -> Any:
+    is_text = isinstance(value, str) and not isinstance(value, Markup)
+    return one_line(value) if is_text else value
+
+
+_MOST_CHANGES = 4
+
+
+def diff_data(first: Plan, second: Plan) -> dict[str, tuple[str, str]]:
+    """Lists differences as plain data: the value in both plans, or ""."""
+    one, two = _facts(first), _facts(second)
+    pairs = {name: (one.get(name, ""), two.get(name, "")) for name in {**one, **two}}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def diff_text(
+    first: Plan, second: Plan, names: tuple[str, str] = ("first", "second")
+) -> str:
+    """Lists differences, one a line; repeated layers share a line."""
+    lines = [f"{names[0]} -> {names[1]}"]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, pair in diff_data(first, second).items():
+        groups.setdefault(pair, []).append(name)
+    for (before, after), members in groups.items():
+        change = f"{before or '-'} -> {after or '-'}"
+        merged = merged_alike(members)
+        lines += [f"  {words.elided(one)}: {change}" for one in merged[:_MOST_CHANGES]]
+        if (more := len(merged) - _MOST_CHANGES) > 0:
+            lines.append(f"  and {more} more, also {change} (--json lists all)")
+    if len(lines) == 1:
+        lines.append("The plans do not differ.")
+    return "\n".join(map(wrapped, lines)) + "\n"
+
+
+def _facts(plan: Plan) -> dict[str, str]:
+    """Collects facts about a plan by name."""
+    found = {"plan": plan.winner, "memory": words.memory_text(plan)}
+    times = {"measured": plan.measured_ms}
+    times[f"predicted {words.basis_text(plan)}"] = plan.predicted_ms
+    found |= {name: f"{ms:.3f} ms" for name, ms in times.items() if ms is not None}
+    found |= {"program": plan.fingerprint[:12], "mesh": mesh_text(plan.mesh_axes)}
+    found |= {"constraint level": str(plan.level), **plan.environment}
+    found |= {f"compiler option {name}": text for name, text in plan.options.items()}
+    arguments = zip(plan.arg_names, plan.arg_types, plan.arg_specs, strict=True)
+    for name, kind, spec in arguments:
+        found[f"type of {name}"] = kind
+        found[f"sharding of {name}"] = _spec_text(spec)
+    seen: Counter[str] = Counter()
+    for row in plan.rows:
+        seen[row.name] += 1
+        again = f" ({seen[row.name]})" if seen[row.name] > 1 else ""
+        stored = words.parameters_text(words.storage_text(plan.segments[row.segment]))
+        sharded = roles_text(row.strategy, Detail.DIMS)
+        found[f"block {row.name}{again}"] = f"{sharded}; {stored}"
+    for one in merged_moves(move for row in plan.rows for move in row.moves):
+        name = f"collective {one.kind} over {','.join(one.axes)}"
+        found[name] = format_bytes(one.total_bytes)
+    return found
+
+
+def _spec_text(spec: Spec) -> str:
+    """Writes a sharding as a PartitionSpec's entries: ``None, x``."""
+    dims = ["+".join(names) or "None" for names in spec]
+    return ", ".join(dims) if any(spec) else "replicated"

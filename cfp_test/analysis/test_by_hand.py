@@ -7,8 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import cfp
-from cfp.analysis.analyze import build_frame
-from cfp.analysis.work import model_work, program_flops
+from cfp.analysis.analyze import build_frame, model_work, program_flops
 from cfp.cost.terms import Terms
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace

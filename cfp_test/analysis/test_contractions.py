@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from cfp.analysis.contractions import find_members, is_contraction
-from cfp.analysis.numbering import number_values
+from cfp.analysis.contractions import find_members, is_contraction, number_values
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.programs.common import normal

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import cfp
-from cfp.analysis.analyze import analyze
+from cfp.analysis.analyze import analyze, program_flops
 from cfp.analysis.layout import constraints, lay_out
 from cfp.analysis.segments import _Cutter
-from cfp.analysis.work import program_flops
 from cfp.presets.presets import named_choices
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace

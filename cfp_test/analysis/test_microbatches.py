@@ -14,11 +14,10 @@ from cfp.cost.memory import accumulated_bytes, turning_point
 from cfp.cost.terms import Terms
 from cfp.models import build
 from cfp.presets.presets import presets
-from cfp.profiling.rates import KINDS, Rates
+from cfp.profiling.collectives import KINDS, Rates
 from cfp.program import shardy
-from cfp.program.constrain import constrain
+from cfp.program.constrain import constrain, rematerializable
 from cfp.program.part import cut_part, lower_part
-from cfp.program.rematerialize import rematerializable
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, trace
 from cfp_test.models.tiny import TINY

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cfp.analysis.numbering import number_values, squeeze
+from cfp.analysis.contractions import number_values, squeeze
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.support.checking import make_mesh

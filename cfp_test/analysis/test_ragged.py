@@ -8,12 +8,16 @@ import pytest
 from jax import lax
 
 import cfp
-from cfp.analysis.analyze import build_frame
+from cfp.analysis.analyze import (
+    build_frame,
+    model_work,
+    program_flops,
+    rematerialized_flops,
+)
+from cfp.analysis.contractions import number_values
 from cfp.analysis.dump import opaque_ops
 from cfp.analysis.layout import Choice, Storage
-from cfp.analysis.numbering import number_values
 from cfp.analysis.strategies import AxisChoice, block_strategies
-from cfp.analysis.work import model_work, program_flops, rematerialized_flops
 from cfp.program.constrain import propagate
 from cfp.program.graph import op_flops
 from cfp.program.step import flatten_step

@@ -11,7 +11,7 @@ from cfp.profiling.hlo import collectives_in
 from cfp.program.part import lower_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.jobs import constraints_of, whole_job
+from cfp.search.requests import constraints_of, whole_job
 from cfp.settings import ConstraintLevel
 from cfp_test.support.checking import make_mesh
 

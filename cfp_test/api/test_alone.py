@@ -10,7 +10,7 @@ from cfp.models import build
 from cfp.passes.analyze import analyze_step
 from cfp.presets.presets import PRESETS, PROPAGATED, named_choices
 from cfp.program.step import flatten_step
-from cfp.search.jobs import constraints_of
+from cfp.search.requests import constraints_of
 from cfp.settings import ConstraintLevel, defaults_of
 from cfp_test.cli import toy_targets
 from cfp_test.cli.cli_runner import run_batch

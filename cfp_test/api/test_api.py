@@ -705,10 +705,10 @@ def test_types_of_less_than_a_byte(mesh, cache):
 @pytest.mark.parametrize(
     ("name", "before"),
     [
-        ("cfp.plan.compose", "cfp.attention; cfp.plan"),
+        ("cfp.complete", "cfp.attention; cfp.plan"),
         *at_night(
             [
-                ("cfp.plan.compose", "pass"),
+                ("cfp.complete", "pass"),
                 ("cfp.attention.ring", "pass"),
                 ("cfp.attention.ring", "cfp.attention; cfp.plan"),
             ]
@@ -724,6 +724,6 @@ def test_modules_are_found_behind_a_function_of_their_packages_name(name, before
 
 
 def test_hidden_packages_are_pickled_by_name():
-    code = "import cfp.plan.compose, pickle, sys; hidden = sys.modules['cfp.plan']\n"
+    code = "import cfp.complete, pickle, sys; hidden = sys.modules['cfp.plan']\n"
     code += "assert pickle.loads(pickle.dumps(hidden)) is hidden\n"
     subprocess.run([sys.executable, "-c", code], check=True)

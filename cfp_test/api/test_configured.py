@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 import cfp
 from cfp.context import DetailedSettings
-from cfp.profiling.key import environment_parts
+from cfp.profiling.record import environment_parts
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.graph import path_matches
-from cfp.program.meaning import compiler_settings
+from cfp.program.jaxprs import compiler_settings
 
 SETTINGS = DetailedSettings(per_kind=1, in_context=False)
 

@@ -14,16 +14,15 @@ from cfp.cli.options import settings as settings_of
 from cfp.cost.costs import Costs
 from cfp.presets.presets import presets
 from cfp.profiling.builder import build
-from cfp.profiling.rates import Rates
+from cfp.profiling.collectives import Rates
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race import compile as building
 from cfp.race.programs import TOO_LATE
 from cfp.search.choices import estimate_kinds, whole_choice
-from cfp.search.expected import build_problem, estimate_options
-from cfp.search.problem import Assignment
-from cfp.search.solver import solve
+from cfp.search.guided import build_problem, estimate_options
+from cfp.search.solver import Assignment, solve
 from cfp.settings import Replacing
 from cfp_test.program.stacks import stack_step
 from cfp_test.support.checking import make_mesh

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cfp
-from cfp.program.meaning import trace_context_key
+from cfp.program.jaxprs import trace_context_key
 
 SETTINGS = cfp.PlannerSettings(race=False)
 

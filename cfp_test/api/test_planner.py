@@ -12,7 +12,7 @@ from cfp.analysis.layout import Choice
 from cfp.context import DetailedSettings, PlannerSettings, open_context
 from cfp.errors import CfpError
 from cfp.passes.search import preset_solution
-from cfp.plan.compose import compose_plan
+from cfp.plan.describe import compose_plan
 from cfp.profiling.builder import build
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace

@@ -17,7 +17,7 @@ from cfp.errors import (
     MemoryBudgetError,
     StepNotTraceable,
 )
-from cfp.plan.figures import GIVEN_SECONDS
+from cfp.plan.parts import GIVEN_SECONDS
 from cfp.platform import mesh_shapes
 from cfp.printable import format_bytes
 from cfp.race import turns as racing

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from cfp.models.layers import mlp, rms_norm
-from cfp.models.options import Config
+from cfp.models.model import Config
 from cfp.models.train import cross_entropy
 from cfp.models.transformers import LLAMA, ROTARY_BASE
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from cfp.attention.matching import core, meaning, proof, region, values
+from cfp.attention.matching import core, meaning, proof, region
 
 Planted = Callable[[], AbstractContextManager[Any]]
 
@@ -44,7 +44,7 @@ def _one_index() -> AbstractContextManager[Any]:
     def index(self: Any, number: int, count: int) -> int:
         return self._table.setdefault(("index", count), len(self._table))
 
-    return patch.object(values.Values, "_index", index)
+    return patch.object(region.Values, "_index", index)
 
 
 def _rows_without_keys() -> AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ from cfp.analysis.layout import Choice, Storage, lay_out
 from cfp.analysis.strategies import AxisChoice
 from cfp.context import open_context
 from cfp.passes.analyze import analyze_step
-from cfp.plan.compose import compose_plan
+from cfp.plan.describe import compose_plan
 from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp.program import shardy

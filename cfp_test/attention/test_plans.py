@@ -25,8 +25,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.settings import Replacing
 from cfp.view.evidence import with_figures
-from cfp.view.explain import explain_text
-from cfp.view.text import plan_text
+from cfp.view.text import explain_text, plan_text
 from cfp_test.programs.common import normal
 
 pytestmark = pytest.mark.usefixtures("compiled_once")

@@ -13,7 +13,7 @@ from cfp.analysis.strategies import NONE
 from cfp.errors import CfpError
 from cfp.models import build
 from cfp.presets.presets import presets
-from cfp.profiling.rates import KINDS, Rates
+from cfp.profiling.collectives import KINDS, Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.models.tiny import TINY

@@ -13,13 +13,12 @@ from jax.sharding import Mesh, NamedSharding
 from cfp.analysis.strategies import Spec
 from cfp.cli.session import Session, analyse
 from cfp.errors import CfpError
-from cfp.models.options import Scalar
-from cfp.plan.compose import compose_plan
+from cfp.models.model import Scalar
+from cfp.plan.describe import compose_plan
 from cfp.profiling.builder import Built
-from cfp.profiling.hlo import collectives_in
+from cfp.profiling.hlo import collectives_in, miscompile_reason
 from cfp.profiling.inputs import InputKind
-from cfp.profiling.key import ProfileKey
-from cfp.profiling.overwritten import miscompile_reason
+from cfp.profiling.record import ProfileKey
 from cfp.race.programs import RaceOutcome
 from cfp.runtime.execute import load_or_lower
 from cfp.solution import Candidate, Solution

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from cfp.models import find
-from cfp.models.options import Scalar
+from cfp.models.model import Scalar
 
 # BERT's 30522 tokens, up to a multiple of 128, as Megatron-LM pads vocabularies.
 _BERT_VOCAB = 30592

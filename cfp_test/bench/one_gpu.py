@@ -37,7 +37,7 @@ import jax
 
 import cfp
 from cfp.models.layers import attending_by
-from cfp.models.options import Scalar
+from cfp.models.model import Scalar
 from cfp.targets import Target, resolve
 from cfp_test.bench.configs import small
 from cfp_test.bench.side_by_side import Piece, cudnn_attention

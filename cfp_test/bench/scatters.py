@@ -6,7 +6,7 @@ Times the gradient of a lookup for tables, tokens and how these are spread, and 
 steps of two Flax models that look up in bfloat16 what they keep in float32, as
 `flax.linen.Embed` does, with `optax`'s cross-entropy. Each is compiled for one device:
 as it is, with gradients of lookups in float32, and with words selected, too
-(:mod:`cfp.program.scatters`). They take turns with a state of their own.
+(:mod:`cfp.program.replace`). They take turns with a state of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp import platform
-from cfp.program import scatters
+from cfp.program import replace
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import lower_step, planning_mesh
 from cfp_test.bench.commit import commit
@@ -177,7 +177,7 @@ def _written(way: str) -> Iterator[None]:
     left["in float32"] = ("select_words",)
     with ExitStack() as stack:
         for name in left.get(way, ()):
-            stays = mock.patch.object(scatters, name, return_value=False)
+            stays = mock.patch.object(replace, name, return_value=False)
             stack.enter_context(stays)
         yield
 

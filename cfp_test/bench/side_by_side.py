@@ -53,12 +53,12 @@ from cfp.context import PlannerSettings, open_context
 from cfp.errors import MemoryBudgetError
 from cfp.models import initialise
 from cfp.models.layers import attending_by
-from cfp.models.options import Scalar
+from cfp.models.model import Scalar
 from cfp.passes.profile import profile
 from cfp.passes.search import search
 from cfp.presets.presets import DATA_PARALLEL, presets
 from cfp.profiling.builder import BuildEnvironment
-from cfp.profiling.key import environment_parts
+from cfp.profiling.record import environment_parts
 from cfp.profiling.store import store_path
 from cfp.program.constrain import partition_spec
 from cfp.program.trace import planning_mesh

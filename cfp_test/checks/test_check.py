@@ -33,7 +33,7 @@ from cfp.checking.trial import Trial, run_trial
 from cfp.cli.running import check_text
 from cfp.context import PlannerSettings
 from cfp.errors import CfpError, StepNotTraceable
-from cfp.profiling.compiler_options import MEMORY_SHARE
+from cfp.profiling.record import MEMORY_SHARE
 from cfp.program.memory import memory_kind
 from cfp.program.step import flatten_step
 from cfp.runtime import execute

@@ -22,10 +22,10 @@ import pytest
 from cfp.cli import main
 from cfp.profiling import collectives, runner
 from cfp.profiling.builder import Built, Job
-from cfp.profiling.in_flight import InFlight, Operation
 from cfp.profiling.inputs import InputKind
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
+from cfp.profiling.tasks import InFlight, Operation
 from cfp.race import turns
 from cfp_test.support.injected import hold_times
 

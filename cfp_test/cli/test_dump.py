@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cfp.analysis.analyze import analyze
+from cfp.analysis.analyze import analyze, program_flops, rematerialized_flops
 from cfp.analysis.dump import (
     block_lines,
     dump_analysis,
@@ -16,7 +16,6 @@ from cfp.analysis.dump import (
     strategy_map,
 )
 from cfp.analysis.layout import lay_out
-from cfp.analysis.work import program_flops, rematerialized_flops
 from cfp.errors import CfpError
 from cfp.presets.presets import presets
 from cfp.program.step import flatten_step

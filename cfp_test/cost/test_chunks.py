@@ -19,11 +19,11 @@ from cfp.cost.memory import working_bytes
 from cfp.presets.presets import presets
 from cfp.presets.roles import axis_walk
 from cfp.profiling.builder import BuildEnvironment, Built, build
-from cfp.profiling.rates import Rates
+from cfp.profiling.collectives import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.choices import kernel_variants
-from cfp.search.jobs import whole_job
+from cfp.search.requests import whole_job
 from cfp.settings import Replacing
 from cfp_test.support.checking import make_mesh
 from cfp_test.support.covering import cover_values

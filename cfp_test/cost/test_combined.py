@@ -17,7 +17,7 @@ from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.choices import estimate_kinds
-from cfp.search.expected import build_problem, estimate_options
+from cfp.search.guided import build_problem, estimate_options
 from cfp.settings import Replacing, defaults_of
 from cfp.solution import prediction_of
 from cfp_test.cost import recurrent

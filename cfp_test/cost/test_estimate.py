@@ -8,8 +8,7 @@ import pytest
 
 import cfp
 from cfp import models
-from cfp.cost.costs import segment_candidate
-from cfp.cost.estimate import _pair_ms
+from cfp.cost.costs import _pair_ms, segment_candidate
 from cfp.cost.terms import Terms
 from cfp.presets.presets import presets
 from cfp_test.models.tiny import TINY

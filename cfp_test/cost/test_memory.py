@@ -9,10 +9,10 @@ from cfp.cost.costs import Costs, segment_candidate
 from cfp.cost.memory import residuals
 from cfp.presets.presets import presets
 from cfp.profiling.builder import Built, build
-from cfp.profiling.rates import Rates
+from cfp.profiling.collectives import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.jobs import whole_job
+from cfp.search.requests import whole_job
 from cfp_test.support.checking import make_mesh
 
 ROWS, WIDTH, WIDE = 16, 8, 32

@@ -6,16 +6,15 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.cost.costs import Costs, segment_candidate
-from cfp.cost.fusion import is_in_memory, summed_in_two_orders
-from cfp.cost.memory import peak_bytes, steps_of
+from cfp.cost.memory import is_in_memory, peak_bytes, steps_of, summed_in_two_orders
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, build
-from cfp.profiling.rates import Rates
+from cfp.profiling.collectives import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.choices import estimate_kinds
-from cfp.search.expected import estimate_options
-from cfp.search.jobs import whole_job
+from cfp.search.guided import estimate_options
+from cfp.search.requests import whole_job
 from cfp.settings import Replacing
 from cfp_test.programs.common import normal
 from cfp_test.support.checking import make_mesh

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from cfp.analysis.contractions import is_contraction
-from cfp.cost.fusion import SHIFT_BYTES, moved_bytes
+from cfp.cost.memory import SHIFT_BYTES, moved_bytes
 from cfp.platform import make_mesh
 from cfp.program.graph import Program
 from cfp.program.step import flatten_step

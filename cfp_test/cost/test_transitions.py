@@ -3,7 +3,7 @@
 import pytest
 
 from cfp.cost.terms import Terms, transition
-from cfp.profiling.rates import KINDS, Rates
+from cfp.profiling.collectives import KINDS, Rates
 from cfp_test.analysis.generating import GENERATING, LAYERS, ROWS, TOKENS
 from cfp_test.support.checking import prepare
 

@@ -12,11 +12,10 @@ import pytest
 from jax.sharding import Mesh
 
 import cfp
-from cfp.devices.described import cluster_of
-from cfp.devices.device_kind import description_of, kind, kinds
+from cfp.devices.described import cluster_of, description_of, kind, kinds
 from cfp.errors import CfpError
 from cfp.passes.analyze import outer_axes
-from cfp.profiling.rates import Rates, sent_share
+from cfp.profiling.collectives import Rates, sent_share
 
 _WANTED = ("a100", "h100", "h200", "b200", "l40s", "v5e", "v5p", "v6e")
 

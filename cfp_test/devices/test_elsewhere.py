@@ -13,8 +13,7 @@ import pytest
 
 import cfp
 from cfp.devices import elsewhere
-from cfp.devices.described import slice_of
-from cfp.devices.device_kind import kind
+from cfp.devices.described import kind, slice_of
 from cfp.errors import CfpError
 from cfp.printable import format_bytes
 from cfp.profiling.hlo import collectives_in

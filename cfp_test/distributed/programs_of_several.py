@@ -22,7 +22,7 @@ import cfp
 from cfp.profiling import collectives, followers
 from cfp.profiling.collectives import ProbeSizes
 from cfp.profiling.coordination import Coordination
-from cfp.program.meaning import open_channel
+from cfp.program.jaxprs import open_channel
 
 ROWS, WIDTH = 12, 6
 

@@ -24,7 +24,7 @@ import json, sys
 import jax
 import cfp
 from cfp.context import DetailedSettings
-from cfp.profiling.in_flight import Limits
+from cfp.profiling.tasks import Limits
 from cfp_test.cli.toy_targets import toy
 
 # Leaders race again with other options, as they do on GPUs.

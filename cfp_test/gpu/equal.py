@@ -21,7 +21,7 @@ from cfp.models import build, initialise
 from cfp.plan.plan import Plan
 from cfp.presets.presets import presets
 from cfp.runtime.execute import CompiledStep
-from cfp.search.jobs import constraints_of
+from cfp.search.requests import constraints_of
 from cfp.settings import ConstraintLevel
 from cfp_test.attention.matrix import ALLOWED, STRATEGIES, packed
 from cfp_test.gpu.place import Failed, Place, note

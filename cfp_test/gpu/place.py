@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from cfp.models.options import Scalar
+from cfp.models.model import Scalar
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,8 +21,7 @@ from cfp.plan.plan import Plan
 from cfp.presets.presets import PRESETS, presets
 from cfp.printable import format_bytes
 from cfp.profiling.builder import BuildEnvironment
-from cfp.profiling.key import ProfileKey
-from cfp.profiling.record import ProfileRecord
+from cfp.profiling.record import ProfileKey, ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.race.programs import RaceRow
 from cfp.runtime.execute import CompiledStep

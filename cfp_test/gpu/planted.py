@@ -75,7 +75,7 @@ def _plant_budget(put: Set) -> None:
 
 
 def _plant_store(put: Set) -> None:
-    from cfp.profiling.key import ProfileKey
+    from cfp.profiling.record import ProfileKey
 
     digest = ProfileKey.digest.fget
     assert digest is not None

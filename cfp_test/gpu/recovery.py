@@ -14,10 +14,10 @@ import jax
 
 from cfp.profiling import runner
 from cfp.profiling.builder import Built
-from cfp.profiling.in_flight import Limits, operations
 from cfp.profiling.inputs import InputKind
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
+from cfp.profiling.tasks import Limits, operations
 from cfp.race import turns
 from cfp_test.gpu.place import Failed, Place, tail
 from cfp_test.gpu.plans import STEP, measured_plan

@@ -7,8 +7,7 @@ import jax
 import pytest
 
 from cfp.presets.presets import presets
-from cfp.profiling.key import ProfileKey
-from cfp.profiling.record import ProfileRecord
+from cfp.profiling.record import ProfileKey, ProfileRecord
 from cfp_test.gpu import equal, plans, suite
 from cfp_test.gpu.equal import check_held, compile_choice, subject_of
 from cfp_test.gpu.page import page, versions

@@ -10,11 +10,10 @@ from cfp.cost.costs import Costs
 from cfp.passes.search import _fastest, _smallest, search_as_compiled
 from cfp.presets.presets import presets
 from cfp.profiling.record import CompiledBytes
-from cfp.race.candidates import less_memory
+from cfp.race.programs import less_memory
 from cfp.search.choices import picks_of, whole_choice
-from cfp.search.expected import build_problem, estimate_options
-from cfp.search.problem import scale_memory
-from cfp.search.solver import solve
+from cfp.search.guided import build_problem, estimate_options
+from cfp.search.solver import scale_memory, solve
 from cfp.settings import (
     ALL_DIMENSIONS,
     PRESETS_BY_ESTIMATE,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cfp import platform
-from cfp.analysis.analyze import Analysis
+from cfp.analysis.analyze import Analysis, program_flops
 from cfp.analysis.dump import (
     block_lines,
     op_line,
@@ -24,7 +24,6 @@ from cfp.analysis.dump import (
 )
 from cfp.analysis.layout import Layout, lay_out
 from cfp.analysis.strategies import block_strategies
-from cfp.analysis.work import program_flops
 from cfp.cli import options
 from cfp.cli.planning import search_stored
 from cfp.cli.session import Session, analyse, dump_session

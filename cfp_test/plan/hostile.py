@@ -20,10 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import cfp
-from cfp.profiling.key import ProfileKey
-from cfp.profiling.record import ProfileRecord
+from cfp.profiling.record import ProfileKey, ProfileRecord
 from cfp.profiling.store import ProfileStore
-from cfp.program.rematerialize import rematerializable
+from cfp.program.constrain import rematerializable
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import RaceRow

@@ -9,7 +9,7 @@ import cfp
 from cfp.cli import app
 from cfp.errors import CfpError
 from cfp.platform import select
-from cfp.profiling.compiler_options import MEMORY_SHARE, refused_option
+from cfp.profiling.record import MEMORY_SHARE, refused_option
 from cfp.settings import defaults_of
 from cfp_test.plan import hostile
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import cfp
 from cfp.program import shardy
-from cfp.program.outline import (
+from cfp.program.read import (
     first_difference,
     outline_of,
 )

@@ -10,7 +10,7 @@ from cfp.presets.presets import presets
 from cfp.profiling.builder import Built, build
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.jobs import whole_job
+from cfp.search.requests import whole_job
 from cfp.settings import ConstraintLevel
 from cfp_test.programs.common import normal, squares, training
 from cfp_test.support.checking import make_mesh

@@ -10,8 +10,8 @@ import pytest
 
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.layout import lay_out
-from cfp.presets.arguments import data_arguments
 from cfp.presets.presets import presets
+from cfp.presets.roles import data_arguments
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.programs.registry import PROGRAMS

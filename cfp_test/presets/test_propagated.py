@@ -26,7 +26,7 @@ from cfp.profiling.hlo import collectives_in
 from cfp.program.constrain import partition_spec
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.jobs import whole_job
+from cfp.search.requests import whole_job
 from cfp.settings import ConstraintLevel
 from cfp_test.support.covering import at_night, cover_pairs
 

@@ -13,8 +13,7 @@ from cfp.analysis.strategies import AxisChoice, describe
 from cfp.context import PlannerSettings
 from cfp.plan.describe import axis_roles
 from cfp.plan.parts import Detail, Role, roles_text
-from cfp.presets.arguments import data_arguments
-from cfp.presets.roles import axis_walk
+from cfp.presets.roles import axis_walk, data_arguments
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace

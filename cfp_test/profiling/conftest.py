@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from cfp.profiling.builder import BuildEnvironment, Job
 from cfp.profiling.jobs import run_jobs
-from cfp.profiling.key import ProfileKey
+from cfp.profiling.record import ProfileKey
 from cfp.profiling.runner import place_of_parts
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.timing import ON_CPUS, TimingOptions

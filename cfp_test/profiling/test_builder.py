@@ -18,10 +18,9 @@ from cfp.profiling.builder import (
     is_out_of_memory,
     reason_of,
 )
+from cfp.profiling.hlo import compile_right
 from cfp.profiling.inputs import input_kinds, make_inputs
-from cfp.profiling.key import ProfileKey
-from cfp.profiling.overwritten import compile_right
-from cfp.profiling.record import ProfileRecord
+from cfp.profiling.record import ProfileKey, ProfileRecord
 from cfp.program.part import cut_part
 
 KEY = ProfileKey((("test", "builder"),))

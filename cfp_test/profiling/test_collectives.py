@@ -9,9 +9,14 @@ from jax.sharding import AxisType
 from cfp.errors import CfpError
 from cfp.profiling import collectives
 from cfp.profiling.builder import Built
-from cfp.profiling.collectives import ProbeSizes, build_probe, measure_rates
+from cfp.profiling.collectives import (
+    KINDS,
+    ProbeSizes,
+    Rates,
+    build_probe,
+    measure_rates,
+)
 from cfp.profiling.inputs import make_inputs
-from cfp.profiling.rates import KINDS, Rates
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import MeasureOptions
 

@@ -6,8 +6,8 @@ import jax
 import pytest
 
 import cfp
-from cfp.profiling import compile_pool
-from cfp.profiling.compile_pool import (
+from cfp.profiling import builder
+from cfp.profiling.builder import (
     CompilePool,
     default_threads,
 )
@@ -26,7 +26,7 @@ def test_nothing_else_compiles_in_threads():
     """
     sources = Path(cfp.__file__).parent.rglob("*.py")
     others = {one.name for one in sources if "PoolExecutor" in one.read_text()}
-    assert others == {"compile_pool.py", "execute.py"}
+    assert others == {"builder.py", "execute.py"}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, AssertionError])
@@ -74,19 +74,19 @@ def test_threads_have_the_settings_of_what_made_the_pool():
 
 
 def test_the_memory_of_a_container_bounds_that_of_its_host(monkeypatch, tmp_path):
-    host = compile_pool._host_bytes()
+    host = builder._host_bytes()
     limits = tmp_path / "v2", tmp_path / "v1", tmp_path / "none"
-    monkeypatch.setattr(compile_pool, "_CONTAINER_LIMITS", limits)
+    monkeypatch.setattr(builder, "_CONTAINER_LIMITS", limits)
     limits[0].write_text("max\n")
     limits[1].write_text(f"{2**63 - 4096}\n")
-    assert compile_pool._host_bytes() >= host
+    assert builder._host_bytes() >= host
     limits[1].write_text(f"{2**30}\n")
-    assert compile_pool._host_bytes() == 2**30
+    assert builder._host_bytes() == 2**30
 
 
 def test_cores_are_those_that_this_process_may_use(monkeypatch):
     """As in a job of Slurm that has a part of its host."""
-    monkeypatch.setattr(compile_pool, "_host_bytes", lambda: 2**40)
+    monkeypatch.setattr(builder, "_host_bytes", lambda: 2**40)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(32)}, raising=False)
     assert default_threads("gpu") == 12

@@ -5,10 +5,9 @@ import os
 import pytest
 
 from cfp.profiling.builder import BuildEnvironment
-from cfp.profiling.in_flight import InFlight
-from cfp.profiling.key import ProfileKey
-from cfp.profiling.record import ProfileRecord
+from cfp.profiling.record import ProfileKey, ProfileRecord
 from cfp.profiling.store import STORE_NAME, ProfileStore
+from cfp.profiling.tasks import InFlight
 
 
 @pytest.fixture(autouse=True)

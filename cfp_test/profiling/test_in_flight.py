@@ -7,10 +7,9 @@ from functools import partial
 
 import pytest
 
-from cfp.profiling import in_flight
-from cfp.profiling.in_flight import InFlight, Limits, forget, is_late, settle
-from cfp.profiling.key import ProfileKey
-from cfp.profiling.record import ProfileRecord, utc_now
+from cfp.profiling import tasks
+from cfp.profiling.record import ProfileKey, ProfileRecord, utc_now
+from cfp.profiling.tasks import InFlight, Limits, forget, is_late, settle
 from cfp_test.support import at_work as support
 from cfp_test.support.at_work import GONE, SINCE, alone, at_work
 from cfp_test.support.forking import quick_python
@@ -127,7 +126,7 @@ def test_living_processes_are_left_alone(store):
 
 
 def test_what_takes_too_long_is_noted(store, caplog, monkeypatch):
-    monkeypatch.setattr(in_flight, "_WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(tasks, "_WATCH_SECONDS", 0.02)
     with InFlight(store, Limits(run_seconds=0.05)) as log:
         with log.doing(key_of("a"), "task a", "run"):
             until(lambda: alone(store)[0].overdue)
@@ -147,7 +146,7 @@ import sys
 import jax
 from cfp.profiling.builder import Built
 from cfp.profiling.jobs import run_jobs
-from cfp.profiling.key import ProfileKey
+from cfp.profiling.record import ProfileKey
 from cfp.profiling.tasks import Task
 from cfp.profiling.store import ProfileStore
 

@@ -15,7 +15,7 @@ from cfp.profiling.inputs import (
 from cfp.program.part import cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.jobs import whole_job
+from cfp.search.requests import whole_job
 
 FLOATS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 INTEGERS = ["int8", "int16", "int32", "uint8", "uint16", "uint32", "int4", "uint4"]

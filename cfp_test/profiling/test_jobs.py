@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cfp.profiling import compile_pool, jobs
+from cfp.profiling import builder, jobs
 from cfp.profiling.builder import Built
-from cfp.profiling.key import ProfileKey
-from cfp.profiling.record import ProfileRecord
+from cfp.profiling.record import ProfileKey, ProfileRecord
 from cfp.profiling.tasks import MeasureOptions, Progress, Task
 from cfp.view.progress import progress_text
 from cfp_test.support.at_work import alone, at_work, leave, operation
@@ -345,13 +344,13 @@ def test_what_could_not_be_built_opens_no_links(shop, store):
 def test_what_shares_kernels_is_built_last_and_run_in_its_turn(
     shop, store, threads, monkeypatch
 ):
-    begun, start = [], compile_pool.CompilePool.start
+    begun, start = [], builder.CompilePool.start
 
     def note(pool, label, compiled):
         begun.append(label)
         return start(pool, label, compiled)
 
-    monkeypatch.setattr(compile_pool.CompilePool, "start", note)
+    monkeypatch.setattr(builder.CompilePool, "start", note)
     first, *others = shop.tasks("abcd")
     run_tasks([replace(first, is_last=True), *others], store, threads=threads)
     assert begun.index("task a") == (3 if threads > 1 else 0)

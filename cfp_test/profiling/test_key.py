@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cfp.profiling.key import ProfileKey, environment_parts, normalise_xla_flags
+from cfp.profiling.record import ProfileKey, environment_parts, normalise_xla_flags
 
 
 def key(**parts: str) -> ProfileKey:

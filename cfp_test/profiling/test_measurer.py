@@ -2,7 +2,7 @@
 
 import pytest
 
-from cfp.profiling.measurer import Measurer
+from cfp.profiling.jobs import Measurer
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.tasks import MeasureOptions
 
@@ -22,7 +22,7 @@ def look(case, store, monkeypatch):
                 records[digest] = record_of(job, "ok")
         return records
 
-    monkeypatch.setattr("cfp.profiling.measurer.run_jobs", run_jobs)
+    monkeypatch.setattr("cfp.profiling.jobs.run_jobs", run_jobs)
 
     def make(measure=True, **options):
         where = (case.program, case.mesh, store)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from cfp.errors import CfpError
-from cfp.profiling.overwritten import (
+from cfp.profiling.hlo import (
     compile_right,
     miscompile_reason,
     read_after_overwritten,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cfp.profiling.rates import (
+from cfp.profiling.collectives import (
     FP8_SPEEDUP,
     KINDS,
     Rates,

@@ -5,13 +5,13 @@ The answers have the form in which nvidia-smi prints them.
 
 import pytest
 
-from cfp.profiling import topology
-from cfp.profiling.key import ProfileKey
-from cfp.profiling.topology import (
+from cfp.profiling import record
+from cfp.profiling.record import (
     UNKNOWN,
+    ProfileKey,
     gpu_parts,
 )
-from cfp.profiling.topology import bus_of as cuda_bus_of
+from cfp.profiling.record import bus_of as cuda_bus_of
 
 # Two pairs over NVLink, with PCIe between them, and a network card.
 MATRIX = (
@@ -34,8 +34,8 @@ def driver(monkeypatch):
     def ask(*words):
         return MATRIX if words[0] == "topo" else GPUS
 
-    monkeypatch.setattr(topology, "ask_driver", ask)
-    monkeypatch.setattr(topology, "bus_of", "0000:1{}:00.0".format)
+    monkeypatch.setattr(record, "ask_driver", ask)
+    monkeypatch.setattr(record, "bus_of", "0000:1{}:00.0".format)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_power_and_driver():
     ],
 )
 def test_numbers_follow_from_addresses_on_the_bus(buses, links, monkeypatch):
-    monkeypatch.setattr(topology, "bus_of", buses.__getitem__)
+    monkeypatch.setattr(record, "bus_of", buses.__getitem__)
     assert gpu_parts([0, 1])["links"] == links
 
 

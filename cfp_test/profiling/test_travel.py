@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 
-from cfp.profiling.key import ProfileKey, environment_parts, other_kind
+from cfp.profiling.record import ProfileKey, environment_parts, other_kind
 from cfp.profiling.store import ProfileStore
 from cfp_test.cli.cli_runner import run_batch
 from cfp_test.profiling.conftest import profile

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from cfp.profiling import measurer
+from cfp.profiling import jobs
 from cfp.profiling.builder import BuildEnvironment
-from cfp.profiling.measurer import Measurer, first_of_kernels, tune_kernels
+from cfp.profiling.jobs import Measurer, first_of_kernels, tune_kernels
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.tasks import MeasureOptions
 from cfp.program.part import cut_part
@@ -25,7 +25,7 @@ def tunable(monkeypatch):
         lambda self, platform: {"xla_llvm_disable_expensive_passes": "False"},
     )
     built = []
-    monkeypatch.setattr(measurer, "build", lambda *job: built.append(job[2].label))
+    monkeypatch.setattr(jobs, "build", lambda *job: built.append(job[2].label))
     return built
 
 
@@ -34,10 +34,10 @@ def test_nothing_is_built_where_nothing_is_tuned(case, store):
 
 
 def test_each_is_built_once(case, store, tunable):
-    jobs = [case.job(name) for name in ("a", "b", "c")]
+    several = [case.job(name) for name in ("a", "b", "c")]
     said = []
     tune_kernels(
-        case.program, case.mesh, jobs, store, MeasureOptions(progress=said.append)
+        case.program, case.mesh, several, store, MeasureOptions(progress=said.append)
     )
     assert sorted(tunable) == ["a", "b", "c"]
     assert said[1] == "tuning kernels for b, 2 of 3"
@@ -58,13 +58,13 @@ def test_as_many_as_there_are_devices_are_built_at_once(
         assert {d.id for d in mesh.devices.flat} == devices
         assert mesh.shape == case.mesh.shape
 
-    monkeypatch.setattr(measurer, "build", build)
-    monkeypatch.setattr(measurer, "default_threads", lambda platform: 99)
+    monkeypatch.setattr(jobs, "build", build)
+    monkeypatch.setattr(jobs, "default_threads", lambda platform: 99)
     devices = {device.id for device in case.mesh.devices.flat}
     assert len(devices) > 1
-    jobs = [case.job(str(number)) for number in range(2 * len(devices))]
+    several = [case.job(str(number)) for number in range(2 * len(devices))]
     with jax.enable_x64(True):
-        tune_kernels(case.program, case.mesh, jobs, store)
+        tune_kernels(case.program, case.mesh, several, store)
     assert sorted(device for device, _ in seen) == sorted(2 * [*devices])
     assert all(x64 for _, x64 in seen), "threads have the settings of their caller"
 
@@ -80,7 +80,7 @@ def test_the_first_of_those_that_share_kernels_is_tuned_for_each_round(
         tunable.clear()
         return {}
 
-    monkeypatch.setattr(measurer, "run_jobs", run_jobs)
+    monkeypatch.setattr(jobs, "run_jobs", run_jobs)
     look = Measurer(case.program, case.mesh, store, True, MeasureOptions())
     look([case.job("a", kernels=1), case.job("pair"), case.job("b", kernels=1)])
     key = case.job("c").key
@@ -102,6 +102,6 @@ def test_the_largest_is_tuned_first_and_what_has_no_kernel_in_place_last(case):
 
 
 def test_nothing_is_tuned_when_time_is_over(case, store, tunable):
-    jobs = [case.job(name) for name in "ab"]
-    tune_kernels(case.program, case.mesh, jobs, store, is_late=lambda: True)
+    several = [case.job(name) for name in "ab"]
+    tune_kernels(case.program, case.mesh, several, store, is_late=lambda: True)
     assert tunable == []

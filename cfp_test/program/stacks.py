@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from cfp.analysis.segments import find_segments
 from cfp.cost.memory import turning_point
-from cfp.program.rematerialize import rematerializable
+from cfp.program.constrain import rematerializable
 from cfp_test.programs.common import normal, squares, training
 
 

@@ -13,8 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import cfp
-from cfp.analysis.analyze import analyze
-from cfp.analysis.work import program_flops
+from cfp.analysis.analyze import analyze, program_flops
 from cfp.context import DetailedSettings
 from cfp.errors import StepNotTraceable
 from cfp.plan.parts import NOT_CHOSEN

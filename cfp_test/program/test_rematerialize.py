@@ -13,9 +13,8 @@ from cfp.analysis.segments import find_segments
 from cfp.cost.memory import turning_point
 from cfp.presets.presets import presets
 from cfp.program import shardy
-from cfp.program.constrain import constrain
+from cfp.program.constrain import constrain, makeable, rematerializable
 from cfp.program.part import cut_part
-from cfp.program.rematerialize import makeable, rematerializable
 from cfp.program.trace import Lowering, lower_step
 from cfp_test.program.stacks import rematerializations, stack_step
 from cfp_test.programs.common import normal, squares, training
@@ -195,7 +194,7 @@ def test_what_cheap_ops_make_of_what_is_kept_is_not_kept(monkeypatch):
     made = one.lowering.lowered.compile()(*arrays)
     assert differences(case, jax.tree.leaves(made)) == {}
     entering = sum(len(barrier.operands) for barrier in barriers_of(one))
-    monkeypatch.setattr("cfp.program.rematerialize.makeable", lambda *how: {})
+    monkeypatch.setattr("cfp.program.constrain.makeable", lambda *how: {})
     other = edited(case, presets(case.frame)["data_parallel"])
     assert entering < sum(len(barrier.operands) for barrier in barriers_of(other))
 

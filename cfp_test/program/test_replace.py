@@ -11,9 +11,8 @@ from cfp.analysis.layout import Choice, Storage, constraints, lay_out
 from cfp.analysis.segments import find_segments
 from cfp.cost.memory import turning_point
 from cfp.presets.presets import presets
-from cfp.program.constrain import constrain
+from cfp.program.constrain import constrain, rematerializable
 from cfp.program.part import cut_part
-from cfp.program.rematerialize import rematerializable
 from cfp.program.replace import Replacement, Stage, erase_unread, is_in_order
 from cfp.program.trace import lower_step
 from cfp_test.program.stacks import rematerializations

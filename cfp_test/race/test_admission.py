@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from cfp.analysis.layout import Choice
 from cfp.context import MemoryBudget
-from cfp.profiling.compiler_options import MEMORY_SHARE
-from cfp.profiling.record import CompiledBytes
+from cfp.profiling.record import MEMORY_SHARE, CompiledBytes
 from cfp.race.admission import compile_until_enough_fit
 from cfp.race.programs import LIMITED_ONCE, MANY_REFUSED, TOO_FAR, TOO_LARGE, TOO_LATE
 from cfp.settings import MOST_REFUSED, ConstraintLevel, defaults_of

@@ -12,22 +12,20 @@ from cfp.analysis.layout import Choice
 from cfp.context import DetailedSettings, MemoryBudget
 from cfp.cost.costs import segment_candidate
 from cfp.presets.presets import PROPAGATED, presets
-from cfp.profiling.compiler_options import MEMORY_SHARE
-from cfp.profiling.key import ProfileKey
-from cfp.profiling.record import ProfileRecord
+from cfp.profiling.record import MEMORY_SHARE, ProfileKey, ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.race.candidates import LESS_MEMORY, rematerialized, with_options
-from cfp.race.remembered import (
+from cfp.race.compile import (
     EARLIER_RUN,
     Answer,
     answer_to,
     keep_answer,
     known_to_fit,
 )
-from cfp.search.jobs import whole_job
-from cfp.search.problem import Option, Problem, scale_memory
+from cfp.race.programs import LESS_MEMORY, rematerialized, with_options
+from cfp.search.requests import whole_job
+from cfp.search.solver import Option, Problem, scale_memory
 from cfp.settings import LIMITED_MEMORY, ConstraintLevel, Replacing, defaults_of
 from cfp.solution import Candidate
 from cfp_test.cli.cli_runner import ROOT

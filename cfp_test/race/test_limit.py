@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from cfp.context import MemoryBudget
 from cfp.profiling.record import CompiledBytes
 from cfp.race.admission import limit_options, may_fit
-from cfp.search.problem import scale_memory
+from cfp.search.solver import scale_memory
 from cfp_test.search.drawn import problems
 
 GIB = 2**30

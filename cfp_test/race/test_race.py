@@ -10,7 +10,7 @@ from cfp.presets.presets import PRESETS
 from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.race import compile as building
 from cfp.race.admission import limit_options
-from cfp.race.candidates import with_options
+from cfp.race.programs import with_options
 from cfp.race.turns import second_race
 from cfp.settings import MOST_RACED, ConstraintLevel, defaults_of
 from cfp.solution import Candidate

@@ -9,7 +9,7 @@ import pytest
 
 import cfp
 from cfp.context import DetailedSettings
-from cfp.profiling.overwritten import compile_right
+from cfp.profiling.hlo import compile_right
 from cfp.program.constrain import Constraints
 from cfp_test.support.covering import at_night
 

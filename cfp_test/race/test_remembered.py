@@ -16,8 +16,8 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.race.remembered import remembered
-from cfp.search.jobs import whole_job
+from cfp.race.compile import remembered
+from cfp.search.requests import whole_job
 from cfp.settings import ConstraintLevel
 from cfp_test.program.stacks import stack_step
 

@@ -16,9 +16,9 @@ from cfp.printable import format_bytes
 from cfp.profiling.record import ProfileRecord
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.race.admission import RESERVE, RESULTS, largest_text, no_winner
 from cfp.race.programs import RaceResult
-from cfp.race.shortage import RESERVE, RESULTS, largest_text, no_winner
-from cfp.search.jobs import whole_job
+from cfp.search.requests import whole_job
 from cfp.settings import defaults_of
 from cfp.solution import Candidate
 from cfp_test.program.stacks import stack_step

@@ -41,13 +41,13 @@ class Fault:
 
 
 def _plant_factor(patch: pytest.MonkeyPatch) -> None:
-    from cfp.attention.strategy import AttentionStrategy
+    from cfp.attention.problem import AttentionStrategy
 
     patch.setattr(AttentionStrategy, "spread", property(lambda self: None))
 
 
 def _plant_key(patch: pytest.MonkeyPatch) -> None:
-    from cfp.runtime.executables import Executables
+    from cfp.runtime.execute import Executables
 
     key = Executables.key
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from cfp.models.options import Config
+from cfp.models.model import Config
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 

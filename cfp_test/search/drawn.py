@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from cfp.analysis.layout import Storage
 from cfp.cost.costs import SegmentChoice
-from cfp.search.problem import Option, Problem
+from cfp.search.solver import Option, Problem
 
 MIB = 2**20
 

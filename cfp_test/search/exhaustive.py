@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from cfp.search.problem import Assignment, Problem
+from cfp.search.solver import Assignment, Problem
 
 
 def solve_exhaustively(problem: Problem) -> Assignment | None:

@@ -25,7 +25,7 @@ from itertools import pairwise
 import pulp
 
 from alpa_test.cost_model.quiet import quiet_solver
-from cfp.search.problem import Assignment, Problem
+from cfp.search.solver import Assignment, Problem
 
 _MIB = 2.0**20  # keeps the coefficients of memory near those of time
 

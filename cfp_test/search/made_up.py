@@ -5,11 +5,11 @@ import random
 from cfp.analysis.analyze import analyze
 from cfp.cost.costs import segment_candidate
 from cfp.presets.presets import presets
-from cfp.profiling.rates import Rates
+from cfp.profiling.collectives import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.choices import estimate_kinds
-from cfp.search.problem import Option
+from cfp.search.solver import Option
 from cfp_test.support.checking import make_mesh
 
 

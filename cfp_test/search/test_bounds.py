@@ -6,8 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cfp.search.problem import Problem
-from cfp.search.solver import Chain
+from cfp.search.solver import Chain, Problem
 from cfp_test.search.drawn import MIB, option, problems
 from cfp_test.search.exhaustive import solve_exhaustively
 

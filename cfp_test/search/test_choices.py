@@ -17,7 +17,7 @@ from cfp.search.choices import (
     ranked_candidates,
     whole_choice,
 )
-from cfp.search.expected import build_problem, estimate_options
+from cfp.search.guided import build_problem, estimate_options
 from cfp.settings import Replacing
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS

@@ -17,9 +17,8 @@ from cfp.analysis.layout import lay_out
 from cfp.cost.costs import Costs
 from cfp.cost.terms import Terms
 from cfp.search.choices import whole_choice
-from cfp.search.expected import build_problem
-from cfp.search.problem import Problem
-from cfp.search.solver import solve
+from cfp.search.guided import build_problem
+from cfp.search.solver import Problem, solve
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.drawn import option

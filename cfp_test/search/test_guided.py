@@ -20,15 +20,13 @@ from cfp.search.choices import (
     preset_times,
     ranked_candidates,
 )
-from cfp.search.expected import build_problem
-from cfp.search.guided import _by_preset, measure_candidates
-from cfp.search.problem import Option
+from cfp.search.guided import _by_preset, build_problem, measure_candidates
 from cfp.search.requests import (
     RequestBuilder,
     measured_options,
     rematerialize,
 )
-from cfp.search.solver import leanest, solve
+from cfp.search.solver import Option, leanest, solve
 from cfp.settings import Replacing
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS

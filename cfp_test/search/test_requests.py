@@ -12,13 +12,12 @@ from cfp.cost.costs import Costs
 from cfp.cost.memory import can_rematerialize
 from cfp.presets.presets import presets
 from cfp.profiling.builder import Built, build
-from cfp.profiling.rates import Rates
+from cfp.profiling.collectives import Rates
 from cfp.profiling.record import ProfileRecord
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.choices import estimate_kinds
-from cfp.search.jobs import whole_job
-from cfp.search.requests import RequestBuilder, rematerialize
+from cfp.search.requests import RequestBuilder, rematerialize, whole_job
 from cfp_test.program.stacks import stack_step
 
 MS = {"alone": 10.0, "neighbour": 9.0, "pair": 17.0}

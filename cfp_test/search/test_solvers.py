@@ -7,8 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cfp.search.problem import Problem
-from cfp.search.solver import leanest, solve
+from cfp.search.solver import Problem, leanest, solve
 from cfp_test.search.drawn import MIB, NO_BUDGET, option, problems
 from cfp_test.search.exhaustive import solve_exhaustively
 from cfp_test.search.ilp import leanest as leanest_ilp

@@ -4,9 +4,9 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from cfp.profiling.in_flight import Operation, is_alive, operations
-from cfp.profiling.key import ProfileKey
+from cfp.profiling.record import ProfileKey
 from cfp.profiling.store import ProfileStore
+from cfp.profiling.tasks import Operation, is_alive, operations
 
 # A number that no process of Linux has.
 GONE = 1 << 30

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import cfp
 from cfp.models import find
-from cfp.models.options import Config
+from cfp.models.model import Config
 from cfp.models.train import random_text
 from cfp.profiling.builder import reason_of
 from cfp.profiling.hlo import collectives_in

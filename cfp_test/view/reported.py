@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 from cfp.analysis.layout import AS_WRITTEN, Storage
-from cfp.plan.figures import (
+from cfp.plan.parts import (
     AlikeBlocks,
     Figures,
     KindFigures,
     OptionFigures,
     StrategyFigures,
+    TensorFigure,
 )
-from cfp.plan.parts import TensorFigure
 from cfp.plan.plan import Plan
 from cfp.printable import printable
 from cfp_test.view.plans import RACE, ROWS, make_plan, move, row

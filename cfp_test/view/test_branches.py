@@ -9,7 +9,7 @@ import pytest
 
 import cfp
 from cfp.profiling.inputs import input_kinds, make_inputs
-from cfp.race import flags
+from cfp.race import turns
 from cfp.view.remarks import remarks
 from cfp_test.support.checking import make_mesh
 
@@ -57,7 +57,7 @@ def test_both_branches_of_a_flag_are_timed(
         w, ms = jax.lax.switch(refresh.astype(int), [*map(branch, branches)], w)
         return w, ms
 
-    monkeypatch.setattr(flags, "run", as_computed)
+    monkeypatch.setattr(turns, "run", as_computed)
     args, mesh = (jnp.eye(16), flag, jnp.ones((32, 16))), make_mesh((("x", 2),))
     how = {"mesh": mesh, "cache_dir": tmp_path, "quiet": True}
     plan = cfp.plan(step, *args, **how)
@@ -67,7 +67,7 @@ def test_both_branches_of_a_flag_are_timed(
     for n, ms in times.items():
         assert f"{ms:.3f} ms with refresh={n}" in said
     # The store answers, and a file keeps them.
-    monkeypatch.setattr(flags, "run", None)
+    monkeypatch.setattr(turns, "run", None)
     again = cfp.plan(step, *args, **how)
     assert again.race == plan.race
     assert type(plan).from_json(json.loads(plan.to_json())).race == plan.race

@@ -12,7 +12,7 @@ from cfp.cost.costs import SegmentChoice, segment_candidate
 from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.problem import Option, Problem
+from cfp.search.solver import Option, Problem
 from cfp.view.evidence import option_names, strategy_figures
 from cfp.view.words import strategy_text
 from cfp_test.support.checking import make_mesh

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cfp.view.page import page_html
+from cfp.view.text import page_html
 from cfp_test.view.browser import console_and_requests, looked_at
 from cfp_test.view.reported import DEEP, HARMFUL, HOSTILE
 

@@ -10,15 +10,12 @@ import pytest
 
 from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.errors import CfpError
-from cfp.plan.figures import AlikeBlocks, StrategyFigures
-from cfp.plan.parts import Role
+from cfp.plan.parts import AlikeBlocks, Role, StrategyFigures
 from cfp.plan.plan import Plan
 from cfp.printable import USUAL_COLUMNS, distinct_ends
 from cfp.settings import ConstraintLevel
-from cfp.view.diff import diff_data, diff_text
-from cfp.view.explain import explain_text
-from cfp.view.page import page_html
 from cfp.view.rows import chosen_text
+from cfp.view.text import diff_data, diff_text, explain_text, page_html
 from cfp.view.words import strategy_text
 from cfp_test.view.plans import RACE, ROWS, make_plan, move, row
 from cfp_test.view.reported import DEEP, HOSTILE, KIB, MOVES, figured, untimed

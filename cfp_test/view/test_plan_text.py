@@ -17,25 +17,23 @@ from cfp.analysis.layout import lay_out
 from cfp.cli.options import save
 from cfp.context import DetailedSettings
 from cfp.plan.describe import whole_ops
-from cfp.plan.figures import (
+from cfp.plan.parts import (
     GIVEN_SECONDS,
     UNPLANNED,
     VARIANTS_SECONDS,
     Figures,
+    Role,
     VariantFigures,
     WorthFigures,
 )
-from cfp.plan.parts import Role
 from cfp.presets.presets import presets
-from cfp.profiling.compiler_options import MEMORY_SHARE
-from cfp.profiling.rates import Rates
+from cfp.profiling.collectives import Rates
+from cfp.profiling.record import MEMORY_SHARE
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.settings import NO_LATENCY_HIDING
-from cfp.view.explain import explain_text
-from cfp.view.page import page_html
 from cfp.view.remarks import remarks, unplanned_text
-from cfp.view.text import plan_text
+from cfp.view.text import explain_text, page_html, plan_text
 from cfp.view.words import VERIFIED, summary_line
 from cfp_test.support.checking import make_mesh
 from cfp_test.view.plans import RACE, Block, axis_role, layers, make_plan, row

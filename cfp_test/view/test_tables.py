@@ -8,10 +8,8 @@ from rich.console import Console
 from cfp.plan.parts import Role
 from cfp.printable import merged_alike, merged_name, span_text
 from cfp.race.programs import RaceRow
-from cfp.view.explain import explain_text
-from cfp.view.page import page_html
 from cfp.view.rows import segments_of
-from cfp.view.text import plan_text, print_plan
+from cfp.view.text import explain_text, page_html, plan_text, print_plan
 from cfp_test.view.plans import (
     RACE,
     axis_role,

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import cfp
-from cfp.view.page import page_html
 from cfp.view.remarks import remarks
-from cfp.view.text import plan_text, short_text
-from cfp.view.throughput import throughput
+from cfp.view.text import page_html, plan_text, short_text
+from cfp.view.words import throughput
 from cfp_test.cli.cli_runner import run_batch
 
 BATCH, SEQ, WIDTH, WORDS = 8, 16, 32, 64

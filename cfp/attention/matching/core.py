@@ -18,8 +18,15 @@ import numpy as np
 
 from cfp.analysis.contractions import UnionFind
 from cfp.attention.matching.functions import Letters
-from cfp.attention.matching.region import LARGEST, VIEWS, Region, contractions, where
-from cfp.attention.matching.values import FLOATS, Node
+from cfp.attention.matching.region import (
+    FLOATS,
+    LARGEST,
+    VIEWS,
+    Node,
+    Region,
+    contractions,
+    where,
+)
 from cfp.program.graph import Op, numpy_dtype, reached
 from cfp.program.replace import Different, Use
 from cfp.program.rules import Dims

@@ -17,8 +17,7 @@ from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 
 from cfp.attention.call import attention
 from cfp.attention.kernels import KERNELS
-from cfp.attention.problem import NO_MASK, finite_bias, visible
-from cfp.attention.strategy import ROLES
+from cfp.attention.problem import NO_MASK, ROLES, finite_bias, visible
 from cfp.errors import PlanMismatch
 
 # What the dims of a tensor run over: see `core.ORDER`; "" is a dim of size 1.

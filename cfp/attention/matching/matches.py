@@ -25,13 +25,17 @@ from cfp.attention.matching.functions import (
 )
 from cfp.attention.matching.meaning import Proved, Reader
 from cfp.attention.matching.proof import prove
-from cfp.attention.matching.region import Region, has_dropout, scores_of
-from cfp.attention.matching.values import FLOATS, values_of
-from cfp.attention.problem import AttentionProblem
-from cfp.attention.strategy import AttentionStrategy
+from cfp.attention.matching.region import (
+    FLOATS,
+    Region,
+    has_dropout,
+    scores_of,
+    values_of,
+)
+from cfp.attention.problem import AttentionProblem, AttentionStrategy
 from cfp.errors import CfpError
-from cfp.program.constants import NotConstant
 from cfp.program.graph import Program, numpy_dtype, searched_once
+from cfp.program.part import NotConstant
 from cfp.program.replace import (
     Different,
     LeftAlone,

@@ -27,10 +27,9 @@ from cfp.attention.matching.core import (
     contracted,
 )
 from cfp.attention.matching.functions import shown
-from cfp.attention.matching.region import ELEMENTWISE, VIEWS
-from cfp.attention.matching.values import Values
-from cfp.program.constants import NotConstant
+from cfp.attention.matching.region import ELEMENTWISE, VIEWS, Values
 from cfp.program.graph import numpy_dtype
+from cfp.program.part import NotConstant
 from cfp.program.replace import Different
 
 MASKED = -9e3  # A score that is at most this is of a key that is hidden.

@@ -3,18 +3,283 @@
 The search starts at a contraction that makes scores. It follows their readers through
 barriers, loops and stacks, up to the contractions that read results: the mix of values,
 and the gradients of queries, keys and values. All ops on the way are in a closed list.
+
+Equality of values, by everything that they depend on: rule 4 of the proof.
+
+A value has an id and an iteration: a loop stacks values, and another loop's body reads
+them at an index. Two values are equal if the same ops make them of equal values, at the
+same index. Without a proof they are different.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from math import prod
+from types import MappingProxyType
+from typing import Any
 
-from cfp.attention.matching.values import FLOATS, Values
-from cfp.program.graph import Op, reached
+import numpy as np
+
+from cfp.program.graph import Op, Program, reached, searched_once
+from cfp.program.part import Constants, NotConstant
 from cfp.program.replace import Different
+
+At = tuple[tuple[int, int], ...]  # loops, each with the number of an index
+Node = tuple[int, At]  # a value, of that iteration of the loops around it
+FLOATS = frozenset({"f32", "bf16", "f16"})
+_HERE: At = ()
+_NOTHING: Mapping[int, np.ndarray] = MappingProxyType({})
+
+
+class Values:
+    """Values of a program: for each the one it stands for, and a number."""
+
+    def __init__(self, program: Program) -> None:
+        """Finds loops' counters, and values that loops pass on unchanged."""
+        self.program = program
+        self._constants = Constants(program)
+        self._numbers: dict[Node, int] = {}
+        self._table: dict[tuple, int] = {}
+        self._loop_of: dict[int, int] = {}  # of arguments of loops' bodies
+        self._passed_on: set[int] = set()
+        self._counters: dict[int, frozenset[int]] = {}
+        self.known: dict[tuple, Any] = {}  # of equal layers: windows
+        self._held: dict[int, int] = {}  # indices, and among how many places
+        for op in program.ops:
+            if op.has_regions:
+                self._loop_of.update(dict.fromkeys(op.entries, op.id))
+            if op.kind == "while":
+                entries = op.entries[len(op.operands) :]
+                same = zip(op.entries, entries, op.yields, strict=False)
+                for first, entry, yielded in same:
+                    if entry == yielded:
+                        self._passed_on |= {first, entry}
+                self._counters[op.id] = self._counters_of(op)
+
+    @cached_property
+    def _leaves(self) -> dict[int, bool]:
+        """Constants; True of those for which places are counted."""
+        found: dict[int, bool] = {}
+        for op in filter(_is_pure, self.program.ops):
+            reads = [found.get(self.same(v)) for v in op.operands]
+            if None not in reads:
+                found |= dict.fromkeys(op.results, op.kind == "iota" or any(reads))
+        return found
+
+    def is_leaf(self, v: int) -> bool:
+        """True if a value depends on no argument, counter or flag."""
+        return self.same(v) in self._leaves
+
+    def dense(self, v: int, given: Mapping[int, np.ndarray] = _NOTHING) -> np.ndarray:
+        """All of a constant: see `Constants.value`."""
+        return self._constants.value(v, self.same, given)
+
+    def number_of_constant(self, v: int) -> float | None:
+        """The number that a constant is all over, or None."""
+        if self._leaves.get(self.same(v), True):
+            return None
+        try:
+            found = self.dense(v)
+        except NotConstant:
+            return None
+        return float(found.reshape(-1)[0]) if found.size == 1 else None
+
+    def parent(self, v: int) -> int:
+        """The loop or branch that a value is in; -1 of the program's."""
+        op = self.program.maker(v)
+        return op.parent if op is not None else self._loop_of.get(v, -1)
+
+    def same(self, v: int) -> int:
+        """The value that another is, whatever the iteration."""
+        return self.source((v, _HERE))[0]
+
+    @cached_property
+    def _standing(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for value in self.program.values:
+            found.setdefault(self.same(value.id), []).append(value.id)
+        return found
+
+    def standing(self, v: int) -> list[int]:
+        """All values that barriers, loops and stacks make of one, and itself."""
+        return self._standing[self.same(v)]
+
+    def readers(self, v: int) -> Iterator[tuple[Op, int, int]]:
+        """The ops that read a value and do not pass it on, with the operand.
+
+        Yields:
+            (op, index, the operand); an index behind the operands counts into yields.
+        """
+        for w in self.standing(v):
+            for user, index in self.program.users[w]:
+                op = self.program.ops[user]
+                if op.kind == "optimization_barrier":
+                    continue
+                if op.kind == "while":
+                    if self.same(op.results[index % len(op.operands)]) == self.same(v):
+                        continue
+                yield op, index, w
+
+    def _counters_of(self, loop: Op) -> frozenset[int]:
+        """The body's arguments that count 0, 1, 2... in a loop of known length."""
+        found = set[int]()
+        entries = loop.entries[len(loop.operands) :]
+        for start, entry, v in zip(loop.operands, entries, loop.yields, strict=True):
+            step = self.program.maker(v)
+            if loop.uncounted or step is None or step.kind != "add":
+                continue
+            if step.operands[0] != entry or self._integer(step.operands[1]) != 1:
+                continue
+            if self._integer(start) == 0:
+                found.add(entry)
+        return frozenset(found)
+
+    def _integer(self, v: int) -> int | None:
+        """The value of an integer constant."""
+        value = self.program.values[v]
+        if value.shape or not value.dtype.startswith(("i", "ui")):
+            return None
+        try:
+            return int(self._constants.value(v, self._before_loops))
+        except NotConstant:
+            return None
+
+    def _before_loops(self, v: int) -> int:
+        """A value that enters loops, which pass it on."""
+        while v in self._passed_on:
+            v = self.program.values[v].origin
+        return v
+
+    def trips(self, loop: Op) -> int:
+        """The number of a loop's iterations."""
+        inner = [i for i in loop.body if self.program.ops[i].parent == loop.id]
+        return self.program.ops[inner[0]].repeat // max(1, loop.repeat) if inner else 0
+
+    # -- what a value stands for -------------------------------------------------------
+
+    def source(self, node: Node) -> Node:
+        """The value that barriers, loops and stacks pass on as another one."""
+        program = self.program
+        v, at = node
+        while True:
+            op = program.maker(v)
+            if op is None and v in self._passed_on:
+                v = program.values[v].origin
+            elif op is None:
+                break
+            elif op.kind == "optimization_barrier":
+                v = op.operands[op.results.index(v)]
+            elif op.kind == "while":
+                place = op.results.index(v)
+                if op.entries[len(op.operands) + place] != op.yields[place]:
+                    break
+                v = op.operands[place]
+            elif op.kind == "dynamic_slice":
+                stacked = self._stacked(op, at)
+                if stacked is None:
+                    break
+                v, at = stacked
+            else:
+                break
+        around = set(self._around(v)) if at else set()
+        return v, tuple(pair for pair in at if pair[0] in around)
+
+    def _around(self, v: int) -> Iterator[int]:
+        """The loops and branches that a value is in."""
+        parent = self.parent(v)
+        while parent >= 0:
+            yield parent
+            parent = self.program.ops[parent].parent
+
+    def _stacked(self, op: Op, at: At) -> Node | None:
+        """The value that a loop stacked where a slice reads it."""
+        base, outer = self.source((op.operands[0], at))
+        loop = self.program.maker(base)
+        if loop is None or loop.kind != "while":
+            return None
+        update = self.update_of(loop, loop.results.index(base))
+        if update is None:
+            return None
+        shape = self.program.shape(update.operands[1])
+        starts = map(self._integer, op.operands[2:])
+        if op.integers("slice_sizes") != shape or any(n != 0 for n in starts):
+            return None
+        index = self._index(self.number((op.operands[1], at)), self.trips(loop))
+        return update.operands[1], (*outer, (loop.id, index))
+
+    def update_of(self, loop: Op, place: int) -> Op | None:
+        """The op that stacks a value for each iteration of a loop, in their order."""
+        update = self.program.maker(loop.yields[place])
+        entry = loop.entries[len(loop.operands) + place]
+        if update is None or update.kind != "dynamic_update_slice":
+            return None
+        stack, part, index, *rest = update.operands
+        whole, shape = self.program.shape(stack), self.program.shape(part)
+        fits = shape == (1, *whole[1:]) and whole[0] == self.trips(loop)
+        starts = map(self._integer, rest)
+        is_next = index in self._counters[loop.id] and all(n == 0 for n in starts)
+        return update if stack == entry and fits and is_next else None
+
+    def _index(self, number: int, count: int) -> int:
+        """The number of an index that is held among so many places."""
+        key = ("index", number, count)
+        if number in self._held and self._held[number] == count:
+            return number
+        found = self._table.setdefault(key, len(self._table))
+        self._held[found] = count
+        return found
+
+    # -- numbers -----------------------------------------------------------------------
+
+    def number(self, node: Node) -> int:
+        """The number of a value; equal numbers are of equal values."""
+        stack = [self.source(node)]
+        while stack:
+            v, at = one = stack[-1]
+            op = self.program.maker(v)
+            if one in self._numbers:
+                stack.pop()
+                continue
+            key: tuple = ("value", v, at)
+            if op is None and v in self._counters.get(self._loop_of.get(v, -1), ()):
+                numbers = dict(at)
+                if (index := numbers.get(self._loop_of[v])) is not None:
+                    self._numbers[one] = index
+                    continue
+            elif op is not None and _is_pure(op):
+                reads = [self.source((x, at)) for x in op.operands]
+                missing = [x for x in reads if x not in self._numbers]
+                if missing:
+                    stack += missing
+                    continue
+                made = self.program.values[v]
+                inputs = [self._numbers[x] for x in reads]
+                if op.kind == "dynamic_slice":
+                    places = self.program.shape(op.operands[0])
+                    for d, size in enumerate(op.integers("slice_sizes")):
+                        count = places[d] - size + 1
+                        inputs[d + 1] = self._index(inputs[d + 1], count)
+                inputs = tuple(inputs)
+                place = op.results.index(v)
+                key = (op.name, op.attributes, inputs, made.shape, made.dtype, place)
+            self._numbers[one] = self._table.setdefault(key, len(self._table))
+        return self._numbers[self.source(node)]
+
+
+def _is_pure(op: Op) -> bool:
+    """True if the result follows from operands and attributes."""
+    is_known = op.rule is not None or op.kind in ("constant", "iota")
+    return is_known and not op.has_regions and op.kind not in ("rng", "custom_call")
+
+
+@searched_once
+def values_of(program: Program) -> Values:
+    """The values of a program."""
+    return Values(program)
+
 
 # Rule 1: the ops that may stand between contractions; `_is_closed` says how.
 ELEMENTWISE = frozenset(

@@ -184,7 +184,8 @@ def blocks_rows(segments: Sequence[SegmentView]) -> Rows:
             made.append(row_of(first, path, sharded, last[0], moved, last[1]))
             first, last = "", ("", "")
         total_ms = count * time_ms if time_ms is not None else None
-        rows += [*made[:-1], replace(made[-1], ends=segment.ends, bar=total_ms)]
+        made[0] = replace(made[0], bar=total_ms)
+        rows += [*made[:-1], replace(made[-1], ends=segment.ends)]
     headings = ("segment", "block", "sharded", "parameters", "collectives that follow")
     return Rows(title="Blocks", headings=(*headings, "segment ms"), rows=rows)
 

@@ -183,9 +183,9 @@ def blocks_rows(segments: Sequence[SegmentView]) -> Rows:
             path += f" ({same} blocks)" * (same > 1)
             made.append(row_of(first, path, sharded, last[0], moved, last[1]))
             first, last = "", ("", "")
-        total_ms = count * time_ms if time_ms is not None else None
-        made[0] = replace(made[0], bar=total_ms)
-        rows += [*made[:-1], replace(made[-1], ends=segment.ends)]
+        made[0] = replace(made[0], bar=None if time_ms is None else count * time_ms)
+        made[-1] = replace(made[-1], ends=segment.ends)
+        rows += made
     headings = ("segment", "block", "sharded", "parameters", "collectives that follow")
     return Rows(title="Blocks", headings=(*headings, "segment ms"), rows=rows)
 

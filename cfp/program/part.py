@@ -59,7 +59,7 @@ _SAME_IN_EVERY_DTYPE: Mapping[str, Callable[..., Any]] = {
     "subtract": np.subtract,
     "xor": np.bitwise_xor,
 }
-_COMPARE: Mapping[str, Callable[..., Any]] = {
+COMPARE: Mapping[str, Callable[..., Any]] = {
     "EQ": np.equal,
     "NE": np.not_equal,
     "GE": np.greater_equal,
@@ -136,7 +136,7 @@ class Constants:
         if kind in _SAME_IN_EVERY_DTYPE:
             return np.asarray(_SAME_IN_EVERY_DTYPE[kind](*reads))
         if kind == "compare":
-            return np.asarray(_COMPARE[op.direction](*reads))
+            return np.asarray(COMPARE[op.direction](*reads))
         if kind == "divide" and dtype.kind in "iu":
             return _divided(*reads)
         if kind == "divide":

@@ -188,8 +188,7 @@ class Steps:
             number = stack[-1]
             if number not in self._args:
                 self._args[number] = self._operands(number)
-            steps = (a for a in self._args[number] if isinstance(a, int))
-            missing = [a for a in steps if a not in self._order]
+            missing = [a for a in self._steps_of(number) if a not in self._order]
             stack += missing
             if not missing:
                 self._order.setdefault(stack.pop(), self._op(number))
@@ -319,7 +318,7 @@ class Steps:
 
     def _role(self, number: int) -> str:
         """The name of what a contraction makes of weights or of scores' gradients."""
-        [arg] = (a for a in self._args[number] if isinstance(a, int))
+        [arg] = self._steps_of(number)
         own, out = (
             {*self._letters(self._places[n], "?")} - {"", "?"} for n in (arg, number)
         )
@@ -333,11 +332,10 @@ class Steps:
 
     def _made_of(self, *numbers: int) -> set[int]:
         """The steps that some are made of, and these."""
-        return {
-            *reached(
-                numbers, lambda n: (a for a in self._args[n] if isinstance(a, int))
-            )
-        }
+        return {*reached(numbers, self._steps_of)}
+
+    def _steps_of(self, number: int) -> list[int]:
+        return [arg for arg in self._args[number] if isinstance(arg, int)]
 
     def _pass(self, sinks: Mapping[str, int]) -> Core:
         """A pass, by the contractions that make its results, and their operands."""

@@ -111,11 +111,7 @@ def attentions(program: Program) -> Sites[Match]:
 
 
 def _match(region: Region) -> Match:
-    """Proves an attention.
-
-    Raises:
-        Different: it is none.
-    """
+    """Proves an attention."""
     program, dot = region.program, region.scores
     region.grow()
     steps = Steps(region)

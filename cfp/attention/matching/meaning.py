@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 
@@ -29,11 +28,9 @@ from cfp.attention.matching.functions import (
 )
 from cfp.attention.matching.proof import MASKED, States, Table
 from cfp.program.graph import Op, numpy_dtype
+from cfp.program.part import COMPARE
 from cfp.program.replace import Different
 
-_ORDERS = MappingProxyType(
-    {"GE": np.greater_equal, "GT": np.greater, "LE": np.less_equal, "LT": np.less}
-)
 _NOT_READ = (
     "a mask or bias is not read in the loop that computes its gradients, as it would "
     "be with jax.checkpoint around the loop's body"
@@ -183,7 +180,7 @@ class Reader:
         decide it, at any length.
         """
         op, count = self.program.maker(self.values.same(v)), self.sizes["k"]
-        if op is None or op.kind != "compare" or op.direction not in _ORDERS:
+        if op is None or op.kind != "compare" or op.direction in ("EQ", "NE"):
             return False
         arrays = (placed(self.values.dense(x), letters, ORDER) for x in op.operands)
         places = {x.shape: x for x in map(self._rows, arrays)}
@@ -192,7 +189,7 @@ class Reader:
             return False
         pairs = [np.broadcast_to(x[0], (count, count)) for x in places.values()]
         own, after = (
-            _ORDERS[op.direction](*(x.diagonal(k) for x in pairs)) == shows
+            COMPARE[op.direction](*(x.diagonal(k) for x in pairs)) == shows
             for k in (0, 1)
         )
         rises = (keys[..., 1:] >= keys[..., :-1]).all()

@@ -46,7 +46,7 @@ class Values:
         self._loop_of: dict[int, int] = {}  # of arguments of loops' bodies
         self._passed_on: set[int] = set()
         self._counters: dict[int, frozenset[int]] = {}
-        self.known: dict[tuple, Any] = {}  # of equal layers: windows
+        self.known: dict[tuple, Any] = {}  # of equal layers: proofs, windows
         self._held: dict[int, int] = {}  # indices, and among how many places
         for op in program.ops:
             if op.has_regions:

@@ -1,31 +1,54 @@
 """Checks a plan's steps against the same steps as written.
 
-The reference runs on one device, or sharded in another way (:mod:`cfp.checking.
-reference`). Both sides compute in float32 at least, with the highest precision of
-matrix products, so that only the order of sums differs. The check measures the effect
-of rounding: the reference runs every step again from arguments that differ in their
-last bit. If the plan's kernels compute in less than float32, the plan's step runs again
-with the last bits of their operands and results moved.
+The reference runs on one device, without sharding. If one device has no room, a preset
+shards it over all devices, in another way than the plan. If the step's code names
+several devices, it runs on all of them with whole arguments.
+
+Both sides compute in float32 at least, with the highest precision of matrix products,
+so that only the order of sums differs. The check measures the effect of rounding: the
+reference runs every step again from arguments that differ in their last bit. If the
+plan's kernels compute in less than float32, the plan's step runs again with the last
+bits of their operands and results moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import hypot, isfinite, sqrt
+from operator import eq
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_structure
 
-from cfp.checking.reference import Reference
+from cfp.analysis.layout import lay_out
+from cfp.errors import CfpError, StepNotTraceable
+from cfp.passes.analyze import analyze_step
+from cfp.plan.plan import Plan
+from cfp.presets.presets import presets
+from cfp.printable import format_bytes
+from cfp.profiling.builder import (
+    CompilePool,
+    compiled_bytes,
+    default_threads,
+    is_out_of_memory,
+)
+from cfp.profiling.record import MEMORY_SHARE
 from cfp.program.calling import fixed, released
+from cfp.program.constrain import Constraints
 from cfp.program.memory import fetch, in_host, on_device, put
+from cfp.program.step import FlatStep
+from cfp.program.trace import OTHER_DEVICES
 from cfp.program.widen import wide_dtype, with_dtype
-from cfp.runtime.execute import CompiledStep
+from cfp.runtime.execute import CompiledStep, LoweredStep, load_or_lower
+from cfp.search.requests import constraints_of
+from cfp.settings import ConstraintLevel
 
 FULL_TOLERANCE = 1e-5
 LOW_TOLERANCE = 1e-2
@@ -58,6 +81,10 @@ CHANGE_MARGIN = 1000.0
 # check fails. Where it is one number of a leaf that varies, one try may happen to be a
 # hundred times too small.
 NUDGES = 16
+
+_MOST_SHOWN = 5
+
+# -------------------------------------------------------------------------- distances
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +139,17 @@ class Leaf:
         least, most = min(self.norms) / SIZE_MARGIN, max(self.norms) * SIZE_MARGIN
         return least <= self.size <= most
 
-    def with_try(self, near: Leaf, scale: float) -> Leaf:
+    def with_try(self, near: Leaf) -> Leaf:
         """The leaf, after one more result whose arguments differ in their last bits.
 
         Args:
-            scale: of its distance, to be in terms of the reference's size.
+            near: that result, beside the usual one of the same side.
         """
         tries = len(self.norms)  # The first norm is the reference's.
-        before, now = self.rounding * sqrt(tries - 1), scale * near.relative_l2
-        rounding = hypot(before, now) / sqrt(tries)
+        # In terms of the reference's size: else a result that is wrong, and nothing but
+        # rounding, would be taken for one of which nothing else can be expected.
+        off = near.relative_l2 * (near.norms[0] or 1.0) / (self.norms[0] or 1.0)
+        rounding = hypot(self.rounding * sqrt(tries - 1), off) / sqrt(tries)
         return replace(self, rounding=rounding, norms=(*self.norms, near.size))
 
 
@@ -132,7 +161,13 @@ class Differences(list[Leaf]):
             to the step's change, other results relative to their norm.
     """
 
-    rounded: Mapping[str, float] = MappingProxyType({})
+    def __init__(
+        self,
+        leaves: Iterable[Leaf] = (),
+        rounded: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(sorted(leaves, key=lambda leaf: -leaf.relative_l2))
+        self.rounded = rounded
 
     @property
     def failures(self) -> list[Leaf]:
@@ -155,7 +190,81 @@ class Differences(list[Leaf]):
         return "\n".join(["Relative L2 distances, the largest first:", *lines])
 
 
-_MOST_SHOWN = 5
+# Results of whole models are tens of gigabytes: they stay on the devices, and one
+# number of each leaf comes back.
+
+
+def compare(found: Any, expected: Any) -> Differences:
+    """Computes relative L2 distances of all leaves, largest first; NaN is infinite.
+
+    Raises:
+        ValueError: structures or shapes differ.
+    """
+    found, expected = fixed(found), fixed(expected)
+    have, want = _by_path(found), _by_path(expected)
+    if tree_structure(found) != tree_structure(expected):
+        odd = [f"{x or 'the result'} is not expected" for x in have if x not in want]
+        odd += [f"{x or 'the result'} is not found" for x in want if x not in have]
+        odd += [f"{tree_structure(found)} in place of {tree_structure(expected)}"]
+        raise ValueError(
+            f"results of different structures cannot be compared: {odd[0]}"
+        )
+    differences = []
+    for name, leaf in want.items():
+        one, other = (jnp.asarray(on_device(x)) for x in (have[name], leaf))
+        if one.shape != other.shape:
+            raise ValueError(
+                f"results of different shapes cannot be compared: {name} is "
+                f"{one.shape}, and {other.shape} expected"
+            )
+        # One after another: what is moved to be compared is let go of at once.
+        with jax.enable_x64(True):
+            figures = _measured(*brought_together(one, other))
+        distance, size, norm = map(float, figures)
+        leaf = Leaf(path=name, relative_l2=distance, size=size, norms=(norm,))
+        differences.append(leaf)
+    return Differences(differences)
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    leaves, _ = tree_flatten_with_path(tree)
+    return {keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def brought_together(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Puts two arrays on the same devices, those of the sharded one.
+
+    JAX splits an array of one device by copies between devices, but joins parts through
+    the host.
+    """
+    if other.sharding.num_devices == 1:
+        return one, jax.device_put(other, one.sharding)
+    return jax.device_put(one, other.sharding), other
+
+
+# One program for both: it is compiled for each shape.
+@jax.jit
+def _measured(have: jax.Array, want: jax.Array) -> tuple[jax.Array, ...]:
+    """Computes the relative L2 distance of two arrays, and the L2 norm of each."""
+    a, b = _in_double(have), _in_double(want)
+    same = jnp.isfinite(b) | (a == b) | (jnp.isnan(a) & jnp.isnan(b))
+    error, size, norm = (
+        jnp.sqrt(jnp.square(jnp.abs(jnp.where(jnp.isfinite(of), x, 0))).sum())
+        for of, x in ((b, a - b), (a, a), (b, b))
+    )
+    relative = jnp.where(norm > 0, error / norm, error)
+    is_known = same.all() & jnp.isfinite(error)
+    return jnp.where(is_known, relative, jnp.inf), size, norm
+
+
+def _in_double(x: jax.Array) -> jax.Array:
+    """An array in 64 bits, in which no square of a float32 overflows."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return x.astype(jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64)
+
+
+# -------------------------------------------------------------------------- the check
 
 
 @dataclass
@@ -208,50 +317,42 @@ class Check:
         """
         tell("running the reference")
         expected = in_host(self._results(self.reference.step, fresh))
-        before = compare(self._before(expected), expected)
-        changes = {x.path: x.relative_l2 for x in before}
+        changes = self._changes(expected)
         rounded = self._rounded(expected, changes, tell)
         tell("running the plan's step, and comparing results")
-        found = self._results(self.planned, fresh)
-        is_narrow = self.planned.perturbed is not None
-        made = Differences(
-            replace(
-                leaf,
-                change=changes[leaf.path],
-                tolerance=self.tolerance,
-                margin=NARROW_MARGIN if self.planned.narrow else ROUNDING_MARGIN,
-            )
-            for leaf in compare(found, expected)
-        )
+        usual = self._results(self.planned, fresh)
+        margin = NARROW_MARGIN if self.planned.narrow else ROUNDING_MARGIN
+        how = {"tolerance": self.tolerance, "margin": margin}
+        made = [
+            replace(leaf, change=changes.get(leaf.path, 0.0), **how)
+            for leaf in compare(usual, expected)
+        ]
         # The runs to come are of the side that rounds most.
-        usual = in_host(found) if is_narrow else expected
-        del found
-        for seed in range(NUDGES + 1):
-            if seed == NUDGES or self.agree(not made.failures):
+        usual = in_host(usual) if self.planned.perturbed else expected
+        for seed in range(NUDGES):
+            if self.agree(not Differences(made).failures):
                 break
             tell(f"measuring rounding, run {seed + 1} of at most {NUDGES}")
-            noisy, change = self._noisy, partial(nudge, seed=seed)
-            near = {x.path: x for x in compare(self._results(noisy, change), usual)}
-            # Distances are in terms of the reference's size: else a result that is
-            # wrong, and nothing but rounding, would be taken for one of which nothing
-            # else can be expected.
-            made = Differences(
-                x.with_try(
-                    near[x.path],
-                    (x.size or 1.0) / (x.norms[0] or 1.0) if is_narrow else 1.0,
-                )
-                for x in made
-            )
-        made.rounded = rounded
+            found = self._results(self._noisy, partial(nudge, seed=seed))
+            near = {x.path: x for x in compare(found, usual)}
+            made = [x.with_try(near[x.path]) for x in made]
         feed_back(self._args, expected, self.feedback)
-        return made
+        return Differences(made, rounded)
 
     @cached_property
     def _noisy(self) -> CompiledStep:
         """The step that tells what rounding does."""
-        if self.planned.perturbed is None:
-            return self.reference.step
-        return self.planned.perturbed().compile()
+        perturbed = self.planned.perturbed
+        return perturbed().compile() if perturbed else self.reference.step
+
+    def _changes(self, expected: Any) -> dict[str, float]:
+        """How far a step moves each leaf of the state, by the path in its result."""
+        changes = {}
+        for position, place in self.feedback.items():
+            folder = "" if place is None else f"{place}/"
+            for leaf in compare(self._args[position], _part(expected, place)):
+                changes[f"{folder}{leaf.path}".rstrip("/")] = leaf.relative_l2
+        return changes
 
     def _rounded(
         self, expected: Any, changes: Mapping[str, float], tell: Callable[[str], None]
@@ -261,8 +362,11 @@ class Check:
             return {}
         tell("running the step without FP8")
         found = compare(expected, self._results(plain, fresh))
-        off = sorted((d.relative_l2 / (changes[d.path] or 1), d.path) for d in found)
-        return dict({changes[n] > 0: (n, distance) for distance, n in off}.values())
+        off = sorted(
+            (x.relative_l2 / (changes.get(x.path) or 1), x.path) for x in found
+        )
+        largest = {path in changes: (path, distance) for distance, path in sorted(off)}
+        return dict(largest.values())
 
     def _results(self, step: CompiledStep, change: Callable[[Any], Any]) -> Any:
         """Results of a step for arguments like these, each where the step has it."""
@@ -291,16 +395,6 @@ class Check:
             for i, a in enumerate(self._args)
         ]
 
-    def _before(self, result: Any) -> Any:
-        """Replaces the state in a step's result by the state before the step."""
-        for position, place in self.feedback.items():
-            if place is None:
-                return self._args[position]
-        parts = dict(enumerate(result)) if self.feedback else {0: result}
-        parts |= {place: self._args[i] for i, place in self.feedback.items()}
-        leaves = [leaf for part in parts.values() for leaf in tree_leaves(fixed(part))]
-        return jax.tree.unflatten(tree_structure(result), leaves)
-
 
 def fresh(leaf: jax.Array) -> jax.Array:
     """Copies an array to memory of its own, in float32 at least.
@@ -324,80 +418,174 @@ def nudge(x: jax.Array, seed: int = 0) -> jax.Array:
 def feed_back(args: list[Any], result: Any, feedback: Mapping[int, int | None]) -> None:
     """Puts what a step returned in place of the arguments that are state."""
     for position, place in feedback.items():
-        args[position] = result if place is None else result[place]
+        args[position] = _part(result, place)
 
 
-# --------------------------------------------------------------------------- distances
-
-# Results of whole models are tens of gigabytes: they stay on the devices, and one
-# number of each leaf comes back.
+def _part(result: Any, place: int | None) -> Any:
+    return result if place is None else result[place]
 
 
-def compare(found: Any, expected: Any) -> Differences:
-    """Computes relative L2 distances of all leaves, largest first; NaN is infinite.
+# ---------------------------------------------------------------------- the reference
+
+# Presets of which a device holds part of the parameters and of the activations, the one
+# that needs the least memory first.
+_FRUGAL = (
+    "fully_sharded",
+    "tensor_sequence_parallel",
+    "tensor_parallel",
+    "expert_parallel",
+)
+# In place of a preset: a step that shards nothing but what its own code does.
+AS_WRITTEN = "as written"
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A compiled step to compare a plan's with.
+
+    Attributes:
+        step: in float32, or in float64 if the step computes so.
+        preset: preset of its shardings, or `AS_WRITTEN`; "" on one device.
+        unrounded: the same step without FP8; None without FP8, or on several devices.
+    """
+
+    step: CompiledStep
+    preset: str = ""
+    unrounded: CompiledStep | None = None
+
+
+def reference_text(preset: str) -> str:
+    """Names a reference: ``one device``, or by its preset."""
+    if preset == AS_WRITTEN:
+        return "the step as written on the same devices"
+    return f"the preset {preset}" if preset else "one device"
+
+
+def both_sides(
+    plan: Plan,
+    compiled: CompiledStep | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+    agree: Callable[[bool], bool] = bool,
+) -> tuple[CompiledStep, Reference]:
+    """Compiles a plan's step, with the plan's compiler options, and its reference.
+
+    Both compute in float32, or in float64 if the step does.
+
+    Args:
+        plan: bound to its step, on its mesh.
+        compiled: the plan's step if it computes in float32 at least, with precise
+            products.
+        tell: called with a text about long work.
+        agree: makes an answer the same in all processes of the mesh.
 
     Raises:
-        ValueError: structures or shapes differ.
+        CfpError: neither one device nor all of them have room for the check.
     """
-    found, expected = fixed(found), fixed(expected)
-    have, want = _by_path(found), _by_path(expected)
-    if tree_structure(found) != tree_structure(expected):
-        odd = [f"{x or 'the result'} is not expected" for x in have if x not in want]
-        odd += [f"{x or 'the result'} is not found" for x in want if x not in have]
-        odd += [f"{tree_structure(found)} in place of {tree_structure(expected)}"]
-        raise ValueError(
-            f"results of different structures cannot be compared: {odd[0]}"
-        )
-    differences = []
-    for name, leaf in want.items():
-        one, other = (jnp.asarray(on_device(x)) for x in (have[name], leaf))
-        if one.shape != other.shape:
-            raise ValueError(
-                f"results of different shapes cannot be compared: {name} is "
-                f"{one.shape}, and {other.shape} expected"
-            )
-        # One after another: what is moved to be compared is let go of at once.
-        with jax.enable_x64(True):
-            figures = _measured(*brought_together(one, other))
-        distance, size, norm = map(float, figures)
-        leaf = Leaf(path=name, relative_l2=distance, size=size, norms=(norm,))
-        differences.append(leaf)
-    return Differences(sorted(differences, key=lambda x: -x.relative_l2))
-
-
-def _by_path(tree: Any) -> dict[str, Any]:
-    leaves, _ = tree_flatten_with_path(tree)
-    return {keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
-def brought_together(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Puts two arrays on the same devices, those of the sharded one.
-
-    JAX splits an array of one device by copies between devices, but joins parts through
-    the host.
-    """
-    if other.sharding.num_devices == 1:
-        return one, jax.device_put(other, one.sharding)
-    return jax.device_put(one, other.sharding), other
-
-
-# One program for both: it is compiled for each shape.
-@jax.jit
-def _measured(have: jax.Array, want: jax.Array) -> tuple[jax.Array, ...]:
-    """Computes the relative L2 distance of two arrays, and the L2 norm of each."""
-    a, b = _in_double(have), _in_double(want)
-    same = jnp.isfinite(b) | (a == b) | (jnp.isnan(a) & jnp.isnan(b))
-    error, size, norm = (
-        jnp.sqrt(jnp.square(jnp.abs(jnp.where(jnp.isfinite(of), x, 0))).sum())
-        for of, x in ((b, a - b), (a, a), (b, b))
+    step, mesh = plan.step, plan.mesh
+    assert step is not None and mesh is not None
+    device = mesh.local_devices[0]
+    # With the plan's memory limit, too: in wider types more is rematerialized for it.
+    lowered = plan.lower(wide=True, unwidened=compiled, environment=None)
+    needs, limit = [], room_of(device)
+    with CompilePool(default_threads(device.platform)) as pool:
+        started = pool.start("the step under the plan, to be checked", lowered.compile)
+        for name, reference in _references(plan, step, mesh):
+            tell(f"compiling the reference of the check: {reference_text(name)}")
+            found = _unless_too_large(reference)
+            need = needed_bytes(started.result(), found) if found else None
+            if agree(need is not None and need <= (limit or need)):
+                assert found is not None
+                is_rounded = step.precision and not name
+                plain = replace(step, precision="")
+                unrounded = compile_alone(plain, device) if is_rounded else None
+                return started.result(), Reference(found, name, unrounded)
+            size = f"about {format_bytes(need)}" if need else "too much"
+            needs.append(f"{size} for {reference_text(name)}")
+    raise CfpError(
+        "There is no room for the check, which runs the step as written, "
+        f"beside its state: needed {'; or '.join(needs)}, got {format_bytes(limit)}. "
+        "Set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92, with which JAX takes more of "
+        "a GPU; check a smaller model or batch; or leave out --check."
     )
-    relative = jnp.where(norm > 0, error / norm, error)
-    is_known = same.all() & jnp.isfinite(error)
-    return jnp.where(is_known, relative, jnp.inf), size, norm
 
 
-def _in_double(x: jax.Array) -> jax.Array:
-    """An array in 64 bits, in which no square of a float32 overflows."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return x.astype(jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64)
+def _references(
+    plan: Plan, step: FlatStep, mesh: Mesh
+) -> Iterator[tuple[str, LoweredStep]]:
+    """Yields references by name, in order.
+
+    First the step on one device, or as written on the devices that its code names. Then
+    presets that shard arguments in another way, the one of least memory first; those
+    that shard most of them alike come last.
+    """
+    # A step that fits one device by a memory limit is compared on it with the same.
+    limits = {name: v for name, v in plan.options.items() if name == MEMORY_SHARE}
+    name, alone = "", _mesh_of(mesh.local_devices[0])
+    try:
+        lowered = _lower_whole(step, alone, limits if mesh.size == 1 else {})
+    except StepNotTraceable as error:
+        if mesh.size == 1 or OTHER_DEVICES not in str(error):
+            raise
+        name, lowered = AS_WRITTEN, _lower_whole(step, mesh)
+    yield name, lowered
+    analysis = analyze_step(step, mesh).analysis
+    program, known = analysis.frame.program, presets(analysis.frame)
+    found = []
+    for name in filter(known.__contains__, _FRUGAL):
+        layout = lay_out(analysis.frame, known[name])
+        specs = [*map(layout.arg_spec, range(len(program.args)))]
+        found.append((sum(map(eq, specs, plan.arg_specs)), name, layout, specs))
+    for alike, name, layout, ins in sorted(found, key=lambda x: 2 * x[0] > len(x[3])):
+        if alike == len(ins):
+            continue
+        outs, everything = layout.output_specs(), ConstraintLevel.EVERYTHING
+        inside = constraints_of(analysis, known[name], everything)
+        where = step, mesh, program.fingerprint
+        yield name, load_or_lower(*where, ins, outs, inside, wide=True)
+
+
+def _unless_too_large(lowered: LoweredStep) -> CompiledStep | None:
+    """Compiles a step; None if the compiler says that it cannot fit."""
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def needed_bytes(planned: CompiledStep, reference: CompiledStep) -> int:
+    """Computes the memory of a device for the larger program; 0 if it is not known.
+
+    The programs run one after the other. Arguments and results of the other program are
+    in host memory, or on the devices of several processes.
+    """
+    sizes = [compiled_bytes(step.compiled) for step in (planned, reference)]
+    shardings = (*reference.in_shardings, *reference.out_shardings)
+    is_here = all(one.is_fully_addressable for one in shardings)
+    beside = 0 if is_here else sizes[1].argument_bytes + sizes[1].output_bytes
+    return beside + max(size.peak_bytes for size in sizes)
+
+
+def room_of(device: Any) -> int:
+    """Memory of a device, in bytes; 0 if it does not say."""
+    return (device.memory_stats() or {}).get("bytes_limit", 0)
+
+
+def compile_alone(step: FlatStep, device: Any) -> CompiledStep:
+    """Compiles a step for one device, in float32."""
+    return _lower_whole(step, _mesh_of(device)).compile()
+
+
+def _mesh_of(device: Any) -> Mesh:
+    return Mesh(np.array([device]), ("alone",))
+
+
+def _lower_whole(
+    step: FlatStep, mesh: Mesh, options: Mapping[str, str] | None = None
+) -> LoweredStep:
+    """Lowers a step for a mesh, with its arguments and results whole on each device."""
+    results = tree_leaves(step.traced.out_info)
+    ins, outs = ([((),) * len(x.shape) for x in of] for of in (step.avals, results))
+    nothing = Constraints({}, {})
+    return load_or_lower(step, mesh, None, ins, outs, nothing, options, wide=True)

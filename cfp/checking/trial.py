@@ -11,13 +11,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import tree_flatten_with_path
+from jax.tree_util import (
+    tree_flatten_with_path,
+)
 
-from cfp.checking.check import FULL_TOLERANCE, Check, Differences, Leaf, feed_back
-from cfp.checking.reference import both_sides, no_room, reference_text
+from cfp.checking.check import (
+    FULL_TOLERANCE,
+    Check,
+    Differences,
+    Leaf,
+    both_sides,
+    feed_back,
+    reference_text,
+)
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
-from cfp.profiling.builder import is_out_of_memory
 from cfp.profiling.coordination import coordinated
 from cfp.program.calling import fixed
 from cfp.program.step import FlatStep, arguments_of, successors
@@ -77,8 +85,7 @@ class Trial:
     @property
     def every(self) -> Differences:
         """The leaves of all steps."""
-        leaves = (leaf for step in self.steps for leaf in step.comparison)
-        return Differences(sorted(leaves, key=lambda x: -x.relative_l2))
+        return Differences(leaf for step in self.steps for leaf in step.comparison)
 
     @property
     def failures(self) -> list[tuple[int, Leaf]]:
@@ -125,7 +132,7 @@ def run_trial(
     """
     tell = progress or (lambda _: None)
     meshes = [] if plan.mesh is None else [plan.mesh]
-    with coordinated(meshes) as talk, _explained(is_check=False):
+    with coordinated(meshes) as talk, _explained(check):
         step = target.flatten()
         # With the step a plan that was loaded knows the static arguments.
         bound = replace(plan, step=step).bind(
@@ -136,20 +143,18 @@ def run_trial(
         compiled = bound.compile_bound(tell)
         tell("making the arguments, by programs that are compiled for their shapes")
         args = list(target.make_args(bound.in_shardings, seed))
-        checking, results, checked = None, list[StepResult](), dict[str, Any]()
+        checking = None
         if check:
             tell(
                 "preparing the check: steps, compiled where they are not there already"
             )
-            agree = bool if talk is None else talk.all_agree
-            with _explained(is_check=True):
-                planned, reference = both_sides(bound, compiled, tell, agree)
-                checking = Check(planned, reference, feedback, agree, tolerance)
-                which = reference_text(reference.preset)
-                tell(f"copying the arguments, for the check against {which}")
-                checking.start(args)
-            checked = {"tolerance": checking.tolerance, "preset": reference.preset}
-            checked["narrow"] = bool(planned.narrow)
+            agree = bool if talk is None else lambda here: all(talk.gather(here))
+            sides = both_sides(bound, compiled, tell, agree)
+            checking = Check(*sides, feedback, agree, tolerance)
+            which = reference_text(checking.reference.preset)
+            tell(f"copying the arguments, for the check against {which}")
+            checking.start(args)
+        results = list[StepResult]()
         for number in range(1, steps + 1):
             tell(f"step {number} of {steps}")
             started = time.perf_counter()
@@ -159,32 +164,39 @@ def run_trial(
             feed_back(args, result, feedback)
             del result
             results.append(StepResult(time_ms=time_ms, metrics=metrics))
+        made = Trial(
+            steps=tuple(results), checked=check, state=state, drawn=target.draws
+        )
+        if checking is None:
+            return made
         # The check begins with arguments of its own. What it moves to and fro would be
         # in the times of steps between.
         args.clear()
-        if checking is not None:
-            with _explained(is_check=True):
-                for number, one in enumerate(results):
-                    at = f"checking step {number + 1} of {steps}"
-                    made = checking.step(lambda what, at=at: tell(f"{at}: {what}"))
-                    results[number] = replace(one, comparison=made)
-    return Trial(
-        steps=tuple(results), checked=check, state=state, drawn=target.draws, **checked
+        for number, one in enumerate(results):
+            at = f"checking step {number + 1} of {steps}"
+            found = checking.step(lambda what, at=at: tell(f"{at}: {what}"))
+            results[number] = replace(one, comparison=found)
+    return replace(
+        made,
+        steps=tuple(results),
+        tolerance=checking.tolerance,
+        preset=checking.reference.preset,
+        narrow=bool(checking.planned.narrow),
     )
 
 
 @contextmanager
-def _explained(is_check: bool) -> Iterator[None]:
-    """Says what to do about a program that failed: of a check, for want of memory."""
+def _explained(check: bool) -> Iterator[None]:
+    """Says what to do about a program that failed."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if is_check and is_out_of_memory(error):
-            raise no_room("more memory of the devices", str(error)) from error
         raise CfpError(
             f"The step failed on the devices: {str(error).strip().splitlines()[0]}. "
             "Try a plan with a memory budget (--memory-budget, memory_budget=), a "
             "smaller batch, or more devices."
+            + " --check runs the step as written, too: leave it out."
+            * check
         ) from error
 
 
@@ -202,9 +214,7 @@ def _feedback(
     positions = (i for i in range(len(target.args)) if i not in target.static)
     every = dict(zip(positions, arguments_of(step.in_tree), strict=True))
     donated = {
-        i
-        for i, (places, _) in every.items()
-        if any(map(plan.donated.__getitem__, places))
+        i for i, (at, _) in every.items() if any(plan.donated[at.start : at.stop])
     }
     # An array of the same shape need not be the same thing.
     state = {

@@ -16,7 +16,7 @@ from typing import Any
 import typer
 
 from cfp import api
-from cfp.checking.reference import AS_WRITTEN, reference_text
+from cfp.checking.check import AS_WRITTEN, reference_text
 from cfp.checking.trial import Trial, run_trial
 from cfp.checking.verify import verified_data, verified_text
 from cfp.checking.verify import verify as verify_plan
@@ -386,7 +386,7 @@ def verify(ctx: typer.Context, given: Any) -> Answer:
         found, mesh = target_of(ctx, plan)
         plan = plan.on(mesh, other_devices=given.other_devices)
         session = analyse(found, mesh, plan=plan)
-        verified = verify_plan(
+        best = verify_plan(
             plan,
             session.analysis,
             session.step,
@@ -396,12 +396,12 @@ def verify(ctx: typer.Context, given: Any) -> Answer:
             cache_dir=given.workdir,
             progress=display.tell,
         )
-    saved = save(verified.best, given.output)
+    saved = save(best, given.output)
 
     def show() -> None:
-        for line in (*verified_text(verified), *saved):
+        for line in (*verified_text(plan, best), *saved):
             print(wrapped(line))
         print()
-        print_plan(replace(verified.best, rows=()))
+        print_plan(replace(best, rows=()))
 
-    return Answer(partial(verified_data, verified), show)
+    return Answer(partial(verified_data, plan, best), show)

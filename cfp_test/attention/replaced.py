@@ -20,8 +20,7 @@ from cfp.attention.matching.matches import (
     replacements,
     way_of,
 )
-from cfp.checking.check import Check, Leaf
-from cfp.checking.reference import Reference, compile_alone
+from cfp.checking.check import Check, Leaf, Reference, compile_alone
 from cfp.presets.presets import DATA_PARALLEL, plainest, presets
 from cfp.program.replace import Replacement, Sites
 from cfp.program.step import FlatStep, flatten_step

@@ -14,8 +14,7 @@ from cfp.attention import chunked
 from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import attentions, refusal_of, replacements
 from cfp.attention.problem import AttentionProblem
-from cfp.checking.check import Check
-from cfp.checking.reference import both_sides
+from cfp.checking.check import Check, both_sides
 from cfp.checking.verify import verify
 from cfp.context import DetailedSettings, open_context
 from cfp.passes.analyze import analyze_step
@@ -123,7 +122,7 @@ def test_a_file_is_verified_with_its_kernels(planned, mesh, tmp_path):
     analysis = analyze(program, (("x", 4),))
     where = {"mesh": mesh, "cache_dir": tmp_path, "seconds": 0.0}
     found = verify(loaded, analysis, flat, lowering.out_tree, **where)
-    [own] = (row for row in found.rows if row.ran)
+    [own] = (row for row in found.race if row.time_ms is not None)
     assert own.name == plan.winner
     assert own.peak_bytes == plan.peak_bytes
 

@@ -16,14 +16,12 @@ import pytest
 
 from cfp import api
 from cfp.checking import check as check_module
-from cfp.checking import reference, trial
+from cfp.checking import trial
 from cfp.checking.check import (
     DOUBLE_TOLERANCE,
     FULL_TOLERANCE,
     Check,
     Leaf,
-)
-from cfp.checking.reference import (
     Reference,
     both_sides,
     compile_alone,
@@ -444,8 +442,8 @@ def has_no_room(monkeypatch, most_devices):
         scarce = len(step.in_shardings[0].device_set) <= most_devices
         return 2**40 + scarce
 
-    monkeypatch.setattr(reference, "needed_bytes", needed)
-    monkeypatch.setattr(reference, "room_of", lambda _: 2**40)
+    monkeypatch.setattr(check_module, "needed_bytes", needed)
+    monkeypatch.setattr(check_module, "room_of", lambda _: 2**40)
 
 
 @pytest.mark.explained("There is no room for the check")
@@ -456,7 +454,7 @@ def test_a_check_that_has_no_room_says_what_it_needs(monkeypatch, tmp_path):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
     cases = {
-        (Check, "step"): "no room for the check(.|\n)*RESOURCE_EXHAUSTED",
+        (Check, "step"): "RESOURCE_EXHAUSTED(.|\n)*--check runs the step as written",
         (trial, "feed_back"): "failed on the devices(.|\n)*memory budget",
     }
     for (where, name), message in cases.items():
@@ -639,7 +637,7 @@ def test_a_check_holds_no_more_than_it_says(donate, monkeypatch, tmp_path):
     monkeypatch.setattr(check_module, "_measured", measured)
     monkeypatch.setattr(check_module, "nudge", changed)
     monkeypatch.setattr(check_module, "FULL_TOLERANCE", 0.0)
-    monkeypatch.setattr(reference, "needed_bytes", found)
+    monkeypatch.setattr(check_module, "needed_bytes", found)
     trial_of(target, "replicated", 2, tmp_path)
     state_bytes = 4 * 512 * 512 * 4
     assert max(peaks) > state_bytes
@@ -752,7 +750,7 @@ def of_named_devices():
 
 def test_a_step_whose_code_names_devices_is_checked_on_these(tmp_path):
     found = trial_of(of_named_devices(), "fully_sharded", 4, tmp_path)
-    assert found.preset == reference.AS_WRITTEN
+    assert found.preset == check_module.AS_WRITTEN
     assert found.failures == []
     text = check_text(found)
     assert "equal those of the step as written on the same devices" in text

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cfp.checking.check import Check
-from cfp.checking.reference import Reference, compile_alone
+from cfp.checking.check import Check, Reference, compile_alone
 from cfp.program.step import flatten_step
 
 _SHARE = 0.1  # Of the numbers that a kernel reads, of what is asked for.

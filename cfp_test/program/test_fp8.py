@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cfp
-from cfp.checking.check import Check
-from cfp.checking.reference import both_sides
+from cfp.checking.check import Check, both_sides
 from cfp.devices.described import described
 from cfp.errors import OptionError
 from cfp.plan.plan import Plan

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import cfp
-from cfp.checking.check import Check
-from cfp.checking.reference import both_sides
+from cfp.checking.check import Check, both_sides
 from cfp.program.fp8 import TAKEN
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.support.checking import make_mesh

@@ -13,7 +13,6 @@ import contextlib
 import copyreg
 import io
 import itertools
-import logging
 import os
 import pickle
 import socket
@@ -39,18 +38,11 @@ TIMEOUT_SECONDS = 2400.0
 AFTER_A_FAILURE_SECONDS = 15.0
 _END = "the end"
 _LOOK_SECONDS = 1.0
-_SAY_SECONDS = 5.0
 # From hearing that another has failed to the end of a process that does not react:
 # its devices wait for the other's, which nothing can interrupt.
 _GRACE_SECONDS = 5.0
 _FAILED = "failed"
-_ALONE = (
-    "A program failed in this process of several, which cannot go on without the "
-    "others: "
-)
 _AGAIN = "Then start all processes again: records are kept."
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +62,8 @@ class Coordination:
         is_on: True while processes work together.
         hosts: names of all processes' hosts, once they have met.
         least_bytes: the least memory of any process's device; 0 if not known.
+        failure: of this process in the job that it is at, after which no answer may
+            come.
     """
 
     channel: Channel
@@ -80,6 +74,7 @@ class Coordination:
     is_on: bool = False
     hosts: tuple[str, ...] = ()
     least_bytes: int = 0
+    failure: str = ""
     _alive: WeakSet[Said] = field(default_factory=WeakSet)
     _lock: Any = field(default_factory=threading.Lock)
 
@@ -97,15 +92,11 @@ class Coordination:
             self._put(f"{said.number}/job", (job, arguments, alive))
         return said
 
-    def answers(self, said: Said, failure: str = "") -> list[Any]:
-        """Reads all followers' answers to a job, in order.
-
-        Args:
-            failure: of the job here, after which no answer may come.
-        """
-        others, number = range(1, self.channel.count), said.number
-        found = [self._read(f"{number}/{n}", n, "an answer", failure) for n in others]
-        self.channel.forget(f"{self._folder}/{number}")
+    def answers(self, said: Said) -> list[Any]:
+        """Reads all followers' answers to a job, in order."""
+        others = range(1, self.channel.count)
+        found = [self._read(f"{said.number}/{n}", n) for n in others]
+        self.channel.forget(f"{self._folder}/{said.number}")
         return found
 
     def settle(self, said: Said, failure: str) -> None:
@@ -117,13 +108,15 @@ class Coordination:
         Raises:
             ProcessError: it failed in some only, or another process is gone.
         """
-        found = [failure, *self.answers(said, failure)]
+        self.failure = failure
+        found = [failure, *self.answers(said)]
         failed = [str(n) for n, text in enumerate(found) if text]
         if 0 < len(failed) < len(found):
             raise ProcessError(
                 f"A program failed in process {', '.join(failed)}, and ran in the "
                 f"others: {''.join(found)}. Free the memory of all devices. {_AGAIN}"
             )
+        self.failure = ""
 
     def follow(
         self, jobs: Mapping[str, Callable[..., Any]], keep: Callable[[set[int]], object]
@@ -135,16 +128,14 @@ class Coordination:
                 the reason of a failure here, so that the leader does not wait for ever.
             keep: releases built programs, but for those of some numbers.
         """
-        failure = ""
         while True:
             self.number += 1
-            place = f"{self.number}/job"
-            job, arguments, alive = self._read(place, 0, "a job", failure)
+            job, arguments, alive = self._read(f"{self.number}/job", 0)
             keep(alive)
             if job == _END:
                 self.answer(self.number, None)
                 return arguments[0]
-            failure = jobs[job](self.number, *arguments)
+            self.failure = jobs[job](self.number, *arguments) or ""
 
     def answer(self, number: int, value: Any) -> None:
         """Answers a job."""
@@ -160,10 +151,6 @@ class Coordination:
         if self.leads:
             return self.broadcast([value, *self.answers(self.say("gather"))])
         return self.follow({"gather": lambda n: self.answer(n, value) or ""}, id)
-
-    def all_agree(self, value: bool) -> bool:
-        """True in all processes if it is in each."""
-        return all(self.gather(value))
 
     def meet(self, facts: Mapping[str, str], memory_bytes: int) -> None:
         """Compares facts of all processes, and learns their hosts and memory.
@@ -188,7 +175,7 @@ class Coordination:
     def orders(self, number: int) -> Iterator[int]:
         """The leader's orders within a job, in a follower."""
         places = (f"{number}/order/{step}" for step in itertools.count())
-        return iter(lambda: self._read(next(places), 0, "an order"), 0)
+        return iter(lambda: self._read(next(places), 0), 0)
 
     def check_others(self) -> None:
         """Checks that no other process has failed in this epoch.
@@ -227,28 +214,28 @@ class Coordination:
         text = base64.b64encode(made.getvalue()).decode()
         self.channel.put(f"{self._folder}/{place}", text)
 
-    def _read(self, place: str, other: int, what: str, failure: str = "") -> Any:
+    def _read(self, place: str, other: int) -> Any:
         """Waits for another process's message, for less long after a failure here.
 
         Raises:
             ProcessError: another process has failed, or this one is gone.
         """
-        began, said = time.monotonic(), not self.leads
-        most = self.after_failure if failure else self.timeout_seconds
-        key, count = f"{self._folder}/{place}", self.channel.count
-        while (text := self.channel.get(key, _LOOK_SECONDS)) is None:
+        most = self.after_failure if self.failure else self.timeout_seconds
+        end = time.monotonic() + most
+        while (
+            text := self.channel.get(f"{self._folder}/{place}", _LOOK_SECONDS)
+        ) is None:
             self.check_others()
-            waited = time.monotonic() - began
-            if waited > most:
-                why = f"{_ALONE}{failure.splitlines()[0]}. " if failure else ""
+            if time.monotonic() > end:
+                why = self.failure and (
+                    "A program failed in this process of several, which cannot go on "
+                    f"without the others: {self.failure.splitlines()[0]}. "
+                )
                 raise ProcessError(
-                    f"{why}Process {other} of {count} does not answer: it gave no word "
-                    f"of {what} for {waited:.0f} s, is gone, or hangs. See what it "
+                    f"{why}Process {other} of {self.channel.count} does not answer: it "
+                    f"gave no word for {most:.0f} s, is gone, or hangs. See what it "
                     f"printed. {_AGAIN}"
                 )
-            if waited > _SAY_SECONDS and not said:
-                said = True
-                _log.warning("waiting for process %d of %d, for %s", other, count, what)
         return pickle.loads(base64.b64decode(text))
 
 
@@ -284,10 +271,13 @@ def coordination() -> Coordination | None:
 _of_channel = lru_cache(maxsize=1)(Coordination)
 
 
+def _processes(mesh: Mesh) -> set[int]:
+    return {device.process_index for device in mesh.devices.flat}
+
+
 def is_shared(mesh: Mesh) -> bool:
     """True if other processes of this program have devices of a mesh."""
-    theirs = {device.process_index for device in mesh.devices.flat}
-    return not theirs <= {jax.process_index()}
+    return not _processes(mesh) <= {jax.process_index()}
 
 
 def talk_of(mesh: Mesh) -> Coordination | None:
@@ -298,18 +288,13 @@ def talk_of(mesh: Mesh) -> Coordination | None:
     """
     if not is_shared(mesh):
         return None
-    theirs = {device.process_index for device in mesh.devices.flat}
-    if len(theirs) < jax.process_count():
+    talk, theirs = coordination(), sorted(_processes(mesh))
+    if talk is None or len(theirs) < jax.process_count():
         raise ProcessError(
-            "The mesh leaves out processes of this program: its devices are of "
-            f"processes {sorted(theirs)} of {jax.process_count()}. Make a mesh of all "
-            f"{jax.device_count()} devices, or start fewer processes."
-        )
-    if (talk := coordination()) is None:
-        raise ProcessError(
-            "The mesh has devices of processes that cannot be talked to. Call "
-            "cfp.join() or jax.distributed.initialize() in every process, before any "
-            "other use of JAX."
+            "The mesh leaves out processes of this program, or they cannot be talked "
+            f"to: its devices are of processes {theirs} of {jax.process_count()}. Make "
+            f"a mesh of all {jax.device_count()} devices, and call cfp.join() or "
+            "jax.distributed.initialize() in every process before any other use of JAX."
         )
     return talk
 
@@ -341,7 +326,7 @@ def coordinated(meshes: Iterable[Mesh]) -> Iterator[Coordination | None]:
         yield None
         return
     done = threading.Event()
-    talk.epoch, talk.number, talk.is_on = talk.epoch + 1, 0, True
+    talk.epoch, talk.number, talk.is_on, talk.failure = talk.epoch + 1, 0, True, ""
     threading.Thread(target=_watch, args=(talk, done.wait), daemon=True).start()
     try:
         yield talk

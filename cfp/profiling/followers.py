@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -33,75 +32,71 @@ Trace = Callable[[str, Sequence[tuple[int, int]]], Program]
 
 def follow(talk: Coordination, make: Trace, environment: BuildEnvironment) -> Any:
     """Does the leader's jobs until the end, and returns the leader's outcome."""
-    with CompilePool(default_threads(jax.local_devices()[0].platform)) as pool:
-        one = Follower(talk, make, environment, pool)
-        jobs = {"trace": one.trace, "build": one.build, "run": one.run}
-        return talk.follow(jobs, one.keep)
+    programs = dict[str, Program]()
+    built = dict[int, Future[Built | ProfileRecord]]()
 
-
-@dataclass(slots=True)
-class Follower:
-    """A process that follows, with its traced and built programs."""
-
-    talk: Coordination
-    make: Trace
-    environment: BuildEnvironment
-    pool: CompilePool
-    programs: dict[str, Program] = field(default_factory=dict)
-    built: dict[int, Future[Built | ProfileRecord]] = field(default_factory=dict)
-
-    def trace(self, number: int, name: str, in_host: Sequence[tuple[int, int]]) -> None:
+    def trace(number: int, name: str, in_host: Sequence[tuple[int, int]]) -> None:
         """Traces a variant; answers with the fingerprint of its program."""
         try:
-            program = self.make(name, in_host)
+            program = make(name, in_host)
         except CfpError as error:
-            self.talk.answer(number, f"none: {error}")
+            talk.answer(number, f"none: {error}")
             return
-        self.programs[program.fingerprint] = program
-        self.talk.answer(number, program.fingerprint)
+        programs[program.fingerprint] = program
+        talk.answer(number, program.fingerprint)
 
-    def build(self, number: int, fingerprint: str, mesh: Mesh, task: Task) -> None:
+    def build(number: int, fingerprint: str, mesh: Mesh, task: Task) -> None:
         """Builds a task in a thread; answers with a failure's reason, or None."""
 
-        def built() -> Built | ProfileRecord:
+        def build_here_and_answer() -> Built | ProfileRecord:
             try:
-                made = self._made(fingerprint, mesh, task)
-                if isinstance(made, Built) and (reason := shortage(made, mesh)):
-                    made = made.record("out_of_memory", reason=reason)
+                made = _built(programs, fingerprint, mesh, task, environment)
             except BaseException as error:
-                self.talk.fail(error)
+                talk.fail(error)
                 raise
             is_built = isinstance(made, Built)
-            self.talk.answer(number, None if is_built else (made.status, made.reason))
+            talk.answer(number, None if is_built else (made.status, made.reason))
             return made
 
-        self.built[number] = self.pool.start(task.label, built)
+        built[number] = pool.start(task.label, build_here_and_answer)
 
-    def _made(self, fingerprint: str, mesh: Mesh, task: Task) -> Built | ProfileRecord:
-        if not isinstance(task, Job):
-            return build_probe_here(task.key, probe_of(mesh, task.label), mesh)
-        program = self.programs[fingerprint]
-        made = build_here(program, mesh, task, self.environment)
-        if isinstance(made, Built):
-            compile_generators(program, mesh, task)
-        return made
-
-    def keep(self, alive: set[int]) -> None:
-        """Releases built programs that the leader has released."""
-        for number in self.built.keys() - alive:
-            del self.built[number]
-
-    def run(self, number: int, what: int, *how: Any) -> str:
+    def run(number: int, what: int, *how: Any) -> str:
         """Runs the program of a job; answers with a failure's reason, or ""."""
-        built, orders = self.built[what].result(), self.talk.orders(number)
-        assert isinstance(built, Built), "the leader runs what all have built"
-        kinds, mesh, feedback = how
+        program = built[what].result()
+        assert isinstance(program, Built), "the leader runs what all have built"
 
-        def run_all(run: Run) -> tuple[float]:
-            for times in orders:
-                run(times)
+        def run_all(execute: Run) -> tuple[float]:
+            for times in talk.orders(number):
+                execute(times)
             return (0.0,)  # The leader has the time.
 
-        record = execute_here(built, kinds, mesh, feedback, run_all)
-        self.talk.answer(number, record.reason)
+        record = execute_here(program, *how, run_all)
+        talk.answer(number, record.reason)
         return record.reason
+
+    def keep(alive: set[int]) -> None:
+        """Releases built programs that the leader has released."""
+        for number in built.keys() - alive:
+            del built[number]
+
+    with CompilePool(default_threads(jax.local_devices()[0].platform)) as pool:
+        return talk.follow({"trace": trace, "build": build, "run": run}, keep)
+
+
+def _built(
+    programs: Mapping[str, Program],
+    fingerprint: str,
+    mesh: Mesh,
+    task: Task,
+    environment: BuildEnvironment,
+) -> Built | ProfileRecord:
+    if isinstance(task, Job):
+        program = programs[fingerprint]
+        made = build_here(program, mesh, task, environment)
+        if isinstance(made, Built):
+            compile_generators(program, mesh, task)
+    else:
+        made = build_probe_here(task.key, probe_of(mesh, task.label), mesh)
+    if isinstance(made, Built) and (reason := shortage(made, mesh)):
+        return made.record("out_of_memory", reason=reason)
+    return made

@@ -111,10 +111,10 @@ def test_meshes_and_numbers_travel(talks):
 
 @pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("theirs", [True, False])
-def test_all_agree_if_each_does(talks, ours, theirs):
+def test_each_process_has_the_values_of_all(talks, ours, theirs):
     leader, follower = talks
-    found = both(lambda: leader.all_agree(ours), lambda: follower.all_agree(theirs))
-    assert found == [ours and theirs] * 2 and said(leader) == []
+    found = both(lambda: leader.gather(ours), lambda: follower.gather(theirs))
+    assert found == [[ours, theirs]] * 2 and said(leader) == []
 
 
 def run_of(talks, ours, theirs):

@@ -28,7 +28,7 @@ from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 from cfp import models
 from cfp.errors import CfpError, known_names, place_of
 from cfp.models.model import ModelOption, Scalar
-from cfp.profiling.inputs import counts, hashed_bits
+from cfp.profiling.inputs import counts, random_values
 from cfp.program.calling import fixed, released
 from cfp.program.memory import put
 from cfp.program.part import key_name, whole
@@ -398,23 +398,13 @@ def _made(
 def _random(
     seeds: tuple[int, int], shape: tuple[int, ...], dtype: Any, rows: int
 ) -> jax.Array:
-    """Small numbers that are never negative: a variance or an index stays one.
+    """Small numbers that are above zero: a variance or an index stays one.
 
     Args:
         rows: integers are less than this.
     """
-    salts = map(int, np.random.SeedSequence(seeds).generate_state(2))
-    bits, other = (hashed_bits(shape, salt) for salt in salts)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         first = jax.random.key(seeds[1], impl=key_name(dtype))
         return jax.random.split(jax.random.fold_in(first, seeds[0]), shape)
-    if dtype == jnp.bool_:
-        return bits >> 31 != 0
-    if jnp.issubdtype(dtype, jnp.integer):
-        most = jnp.uint32(min(rows, int(jnp.iinfo(dtype).max) + 1))
-        return ((bits >> 1) % most).astype(dtype)
-    unit = jnp.float32(0.05 / 2**24)
-    real, imaginary = ((one >> 8).astype(jnp.float32) * unit for one in (bits, other))
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return jax.lax.complex(real, imaginary).astype(dtype)
-    return real.astype(dtype)
+    [salt] = map(int, np.random.SeedSequence(seeds).generate_state(1))
+    return random_values(shape, jnp.dtype(dtype), count=rows, salt=salt)

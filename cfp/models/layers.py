@@ -3,18 +3,11 @@
 They compute in the type of what flows through them. Shapes use: batch, seq, hidden,
 heads, head_dim, ffn, vocab.
 
-For sharding a model by hand, every dim of a parameter has a logical name, and so have
-the dims of activations. Rules map names to axes of a mesh, as in MaxText:
-
-    parameters   vocab, position, embed, heads, kv_heads, head_dim, mlp, experts,
-                 norm, layers, and a few that are never sharded
-    activations  act_batch, act_seq, act_residual_seq, act_embed, act_heads,
-                 act_kv_heads, act_head_dim, act_mlp, act_vocab, act_groups,
-                 act_group, act_experts, act_expert_groups, act_capacity
-
-The residual stream's sequence has a name of its own, so that it can be sharded where
-the one inside attention and MLPs is not (Megatron's sequence parallelism). `constrain`
-has no effect without rules, and the planner removes the constraints of rules.
+For sharding a model by hand, every dim of a parameter has a logical name, such as embed
+or mlp, and so have the dims of activations, such as act_batch. Rules map names to axes
+of a mesh, as in MaxText. The residual stream's sequence has a name of its own: it can
+be sharded where the one inside attention and MLPs is not (Megatron's sequence
+parallelism). The planner removes the constraints of rules.
 """
 
 from __future__ import annotations

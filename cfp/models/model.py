@@ -1,8 +1,6 @@
-"""A model: options, parameters by the names of their dims, and layers.
+"""A model: options, parameters by the names of their dims, and layers in a row or loop.
 
-Layers run in a row or in a loop.
-
-The options of models: declared once, for Python, the command line, and checks.
+Options are declared once, for Python, the command line, and checks.
 """
 
 from __future__ import annotations

@@ -210,35 +210,44 @@ def _made(kind: InputKind) -> jax.Array:
     dtype = jnp.dtype(kind.dtype)
     if kind.given:
         return jnp.asarray(np.frombuffer(kind.given, dtype).reshape(kind.shape))
-    values = _values(kind.shape, dtype, kind.signed, kind.count)
+    values = random_values(kind.shape, dtype, kind.signed, kind.count)
     return jax.random.wrap_key_data(values, impl=kind.key) if kind.key else values
 
 
-def _values(
-    shape: tuple[int, ...], dtype: jnp.dtype, signed: bool, count: int
+def random_values(
+    shape: tuple[int, ...],
+    dtype: jnp.dtype,
+    signed: bool = False,
+    count: int = 0,
+    salt: int = 0,
 ) -> jax.Array:
+    """Small random numbers; see `make_inputs`.
+
+    Args:
+      signed: True if floats have both signs, False if all are above zero.
+      count: of integers that pick something, out of how many; 0 for others.
+      salt: below 2**32; with another one all are others.
+    """
+    bits = hashed_bits(shape, salt)
     if dtype == jnp.bool_:
-        return hashed_bits(shape) >> 31 != 0 if shape else jnp.ones((), dtype)
+        return bits >> 31 != 0 if shape else jnp.ones((), dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         if not shape:
             return jnp.ones((), dtype)
         largest = int(jnp.iinfo(dtype).max)
         if count:
             most = jnp.uint32(min(count, largest + 1, 2**31))
-            return lax.convert_element_type((hashed_bits(shape) >> 1) % most, dtype)
-        bits = min(_INTEGER_BITS, largest.bit_length())
-        return lax.convert_element_type(hashed_bits(shape) >> (32 - bits), dtype)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        part = jnp.float64 if dtype == jnp.complex128 else jnp.float32
-        real = lax.convert_element_type(_floats(shape, signed), part)
-        return lax.complex(real, real)
-    return lax.convert_element_type(_floats(shape, signed), dtype)
-
-
-def _floats(shape: tuple[int, ...], signed: bool) -> jax.Array:
+            return lax.convert_element_type((bits >> 1) % most, dtype)
+        kept = min(_INTEGER_BITS, largest.bit_length())
+        return lax.convert_element_type(bits >> (32 - kept), dtype)
     smallest = -_LARGEST_FLOAT if signed else _SMALLEST_FLOAT
     width = jnp.float32((_LARGEST_FLOAT - smallest) / 2**24)
-    return (hashed_bits(shape) >> 8).astype(jnp.float32) * width + jnp.float32(smallest)
+    floats = (bits >> 8).astype(jnp.float32) * width + jnp.float32(smallest)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        part = jnp.float64 if dtype == jnp.complex128 else jnp.float32
+        real = lax.convert_element_type(floats, part)
+        return lax.complex(real, real)
+    return lax.convert_element_type(floats, dtype)
 
 
 def hashed_bits(shape: tuple[int, ...], salt: int = 0) -> jax.Array:

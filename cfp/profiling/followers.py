@@ -70,7 +70,8 @@ def follow(talk: Coordination, make: Trace, environment: BuildEnvironment) -> An
                 execute(times)
             return (0.0,)  # The leader has the time.
 
-        record = execute_here(program, *how, run_all)
+        kinds, mesh, feedback = how
+        record = execute_here(program, kinds, mesh, feedback, run_all)
         talk.answer(number, record.reason)
         return record.reason
 

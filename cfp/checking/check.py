@@ -346,7 +346,7 @@ class Check:
         return perturbed().compile() if perturbed else self.reference.step
 
     def _changes(self, expected: Any) -> dict[str, float]:
-        """How far a step moves each leaf of the state, by the path in its result."""
+        """Distances by which a step moves the state, by path in its result."""
         changes = {}
         for position, place in self.feedback.items():
             folder = "" if place is None else f"{place}/"

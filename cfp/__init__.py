@@ -68,32 +68,6 @@ _HOME_OF = dict.fromkeys(__all__, "cfp.errors") | {
 __version__ = "0.1.0"
 
 
-class _Hidden(ModuleType):
-    """A package that a function of the same name hides in `cfp`.
-
-    The function gets the package's modules as attributes, so that
-    ``import cfp.attention.ring`` is followed by ``cfp.attention.ring`` as usual.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return import_module, (self.__name__,)  # Ray's pickler knows plain modules.
-
-    def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, value)
-        function = sys.modules["cfp"].__dict__.get(self.__name__.rpartition(".")[2])
-        if function is not None and isinstance(value, ModuleType):
-            setattr(function, name, value)
-
-
-def _add_modules(name: str, function: object) -> None:
-    """Gives a function the modules of the package that it hides."""
-    package = sys.modules.get(f"cfp.{name}")
-    if isinstance(package, _Hidden):
-        for inner, value in list(package.__dict__.items()):
-            if sys.modules.get(f"cfp.{name}.{inner}") is value:
-                setattr(function, inner, value)
-
-
 class _Package(ModuleType):
     """This package as a module that finds its public names when asked."""
 
@@ -102,7 +76,6 @@ class _Package(ModuleType):
             value = tuple(import_module("cfp.presets.presets").PRESETS)
         elif name in _HOME_OF:
             value = getattr(import_module(_HOME_OF[name]), name)
-            _add_modules(name, value)
         else:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         self.__dict__[name] = value
@@ -111,10 +84,8 @@ class _Package(ModuleType):
     def __setattr__(self, name: str, value: object) -> None:
         # Python sets a submodule as an attribute of its package. `cfp.plan` is the
         # function, whether or not the module of that name was imported.
-        if name in _HOME_OF and isinstance(value, ModuleType):
-            value.__class__ = _Hidden
-            return
-        super().__setattr__(name, value)
+        if not (name in _HOME_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A step that is sent to another process may name cfp.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import os
 import sys
 from typing import Any
 
@@ -30,6 +31,8 @@ def _outlive_readers() -> None:
     """Lets the process go on where what it writes to is closed at the other end."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
+        if stream is None:  # It was closed: >&-
+            setattr(sys, name, open(os.devnull, "w"))
         if not isinstance(stream, io.TextIOWrapper):
             continue
         with contextlib.suppress(OSError, ValueError):  # It is in memory, or closed.

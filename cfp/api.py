@@ -13,7 +13,6 @@ a step, are a loop around it (:mod:`cfp.variants`).
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
@@ -26,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh
 from cfp.complete import FoundPlan, complete_plan, wrong_kernels
 from cfp.context import DetailedSettings, PlanContext, PlannerSettings, dimensions_of
 from cfp.devices.described import DescribedMesh
-from cfp.errors import CfpError
+from cfp.errors import CfpError, warn
 from cfp.passes.analyze import Analyzed, Pins, PlanOptions
 from cfp.passes.profile import profile
 from cfp.passes.search import preset_solution, search, search_further
@@ -50,10 +49,9 @@ def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
     """
     started = time.perf_counter()
     if analyzed.step.inner_jit_donates:
-        warnings.warn(
+        warn(
             "The jax.jit around the step donates arguments, which cfp ignores: give "
-            "cfp donate_argnums or donate_argnames, too.",
-            stacklevel=3,
+            "cfp donate_argnums or donate_argnames, too."
         )
     analysis = analyzed.analysis
     with unchecked(), options.context(analyzed.mesh) as context:
@@ -171,19 +169,18 @@ def plan(
         for name, one in _meshes(mesh, how, preset).items()
     ]
     found = find_fastest(run_passes, variants, options, quiet=quiet).plan
-    warn_undivided(found, quiet, stacklevel=3)
+    warn_undivided(found, quiet)
     return found
 
 
-def warn_undivided(plan: Plan, quiet: bool, stacklevel: int) -> None:
+def warn_undivided(plan: Plan, quiet: bool) -> None:
     """Warns, if not quiet, of arguments that the mesh does not divide, but state."""
     given = {n.partition("/")[0] for n in compress(plan.arg_names, plan.donated)}
     whole = [one for one in plan.uneven if one.split("/")[0].split()[0] not in given]
     if whole and not quiet:
-        warnings.warn(
+        warn(
             f"The mesh does not divide {few(whole)}: every device has all of it. "
-            "Pad it, or choose a size that the mesh divides.",
-            stacklevel=stacklevel,
+            "Pad it, or choose a size that the mesh divides."
         )
 
 

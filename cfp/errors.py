@@ -7,8 +7,10 @@ value (a `ProfileRecord` with a status); it becomes one of these at the edge.
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Iterable, Mapping
 from copy import copy
 from difflib import get_close_matches
@@ -60,13 +62,25 @@ def place_of(error: BaseException) -> str:
     The line is in the innermost frame outside of cfp and installed packages.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename).resolve()
-        own = _OWN in path.parents or frame.filename.startswith("<")
-        if own or _STDLIB in path.parents or is_installed(path):
+        if _is_foreign(frame.filename) or is_installed(frame.filename):
             continue
         code = f": {frame.line}" if frame.line else ""
         return f"\n  at {frame.filename}:{frame.lineno}, in {frame.name}{code}"
     return ""
+
+
+def _is_foreign(filename: str) -> bool:
+    """True if a file is of cfp or of Python's library, or is none."""
+    parents = Path(filename).resolve().parents
+    return filename.startswith("<") or _OWN in parents or _STDLIB in parents
+
+
+def warn(text: str) -> None:
+    """Warns at the innermost line outside of cfp and of Python's library."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _is_foreign(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 def summary_of(error: BaseException) -> str:
@@ -102,7 +116,6 @@ class MemoryBudgetError(CfpError):
     Attributes:
       smallest_feasible_bytes: memory of the smallest plan on one device.
       contributors: (name, bytes) of its largest parts, largest first.
-      fastest_ms: predicted step time of the fastest plan, or None.
     """
 
     def __init__(
@@ -114,7 +127,6 @@ class MemoryBudgetError(CfpError):
         contributors: Iterable[tuple[str, int]] = (),
     ):
         super().__init__(message)
-        self.fastest_ms: float | None = None
         self.smallest_feasible_bytes = smallest_feasible_bytes
         self.contributors = sorted(contributors, key=itemgetter(1), reverse=True)
 

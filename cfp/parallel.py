@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,7 +16,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from cfp.api import OPTIONS, warn_undivided
 from cfp.api import plan as plan_anew
-from cfp.errors import MemoryBudgetError, OptionError, PlanMismatch, known_names
+from cfp.errors import (
+    MemoryBudgetError,
+    OptionError,
+    PlanMismatch,
+    known_names,
+    warn,
+)
 from cfp.plan.parts import type_text
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
@@ -196,10 +201,9 @@ class ParallelStep:
         # A plan that was given refuses these at once.
         ignored = sorted(self._options.keys() & _DECIDES)
         if ignored and not self._quiet:
-            warnings.warn(
+            warn(
                 f"{PLAN_VARIABLE} names a saved plan, which has decided what "
-                f"{', '.join(ignored)} would decide: not used.",
-                stacklevel=4,
+                f"{', '.join(ignored)} would decide: not used."
             )
         bind = {k: v for k, v in self._options.items() if k in _OF_CALLS}
         bound = saved.bind(self._fn, *args, mesh=self._mesh, **bind, **kwargs)
@@ -230,11 +234,10 @@ class ParallelStep:
         more = f" and {len(changed) - 1} more" * (len(changed) > 1)
         if changed and not self._told:
             self._told = True
-            warnings.warn(
+            warn(
                 f"{self.__name__!r} is planned again, for {changed[0]}{more}. Drop or "
                 "pad a smaller last batch, since each shape takes planning and "
-                "compiling. step.plans lists all plans.",
-                stacklevel=4,
+                "compiling. step.plans lists all plans."
             )
         return f"for {changed[0]}{more}" if changed else weakly
 
@@ -264,7 +267,7 @@ class ParallelStep:
             found = self._find(step, args, kwargs, options)
             tell = how.progress or (lambda _: None)
             planned = _Planned(now, found, found.compile_bound(tell))
-        warn_undivided(found, self._quiet, stacklevel=4)
+        warn_undivided(found, self._quiet)
         return planned
 
     def _find(

@@ -6,7 +6,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from math import ceil
+from math import ceil, prod
 
 from cfp.errors import CfpError
 
@@ -64,37 +64,25 @@ def merged_name(names: Sequence[str]) -> str:
 def merged_alike(names: Sequence[str]) -> list[str]:
     """Merges names that differ in numbers alone: ``layer_0-3/up``.
 
-    A merged name with several ranges stands for all their combinations, so names merge
-    only if all combinations exist.
+    A merged name with several ranges stands for all their combinations: names whose
+    numbers are not all combinations stay apart.
     """
     alike: dict[str, dict[tuple[str, ...], str]] = {}
     for name in names:
         numbers = tuple(_NUMBER.findall(name))
         alike.setdefault(_NUMBER.sub("#", name), {}).setdefault(numbers, name)
-    merged = []
+    merged: list[str] = []
     for group in alike.values():
+        columns = [dict.fromkeys(column) for column in zip(*group, strict=True)]
+        if prod(map(len, columns)) > len(group):
+            merged += group.values()
+            continue
+        spans = iter(
+            next(iter(c)) if len(c) == 1 else span_text([*map(int, c)]) for c in columns
+        )
         name = next(iter(group.values()))
-        for box in _boxes(group):
-            spans = (v[0] if len(v) == 1 else span_text([*map(int, v)]) for v in box)
-            merged.append(_NUMBER.sub(lambda _, spans=spans: next(spans), name))
+        merged.append(_NUMBER.sub(lambda _, spans=spans: next(spans), name))
     return merged
-
-
-def _boxes(points: Iterable[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ...]]:
-    """Tuples as few products of values, which have exactly these tuples together."""
-    singles = [tuple((value,) for value in point) for point in points]
-    found = []
-    dims = range(len(singles[0]))
-    for order in (dims[::-1], dims):
-        boxes = singles
-        for dim in order:
-            lines: dict[tuple, list[str]] = {}
-            for box in boxes:
-                rest = box[:dim], box[dim + 1 :]
-                lines.setdefault(rest, []).extend(box[dim])
-            boxes = [(*a, tuple(values), *b) for (a, b), values in lines.items()]
-        found.append(boxes)
-    return min(found, key=len)
 
 
 def distinct_ends(names: Sequence[str]) -> list[str]:

@@ -26,10 +26,10 @@ from cfp.complete import FoundPlan
 from cfp.context import DetailedSettings, device_memory
 from cfp.cost.memory import host_bytes
 from cfp.devices.described import DescribedMesh
-from cfp.errors import CfpError, MemoryBudgetError, ProcessError, StepNotTraceable
+from cfp.errors import CfpError, MemoryBudgetError, ProcessError
 from cfp.passes.analyze import Analyzed, PlanOptions, analyze_step
 from cfp.passes.profile import estimate
-from cfp.plan.parts import GIVEN_SECONDS, UNPLANNED, VARIANTS_SECONDS, VariantFigures
+from cfp.plan.parts import UNPLANNED, VARIANTS_SECONDS, VariantFigures
 from cfp.plan.plan import Plan
 from cfp.printable import format_bytes, parse_bytes
 from cfp.profiling.builder import BuildEnvironment
@@ -52,6 +52,9 @@ from cfp.view.progress import shown
 
 now = time.monotonic  # Of the time that all variants share.
 _PLANNED = 2
+SEARCH_INSTEAD = (
+    "A search may find a plan that fits: leave out the preset (--preset, preset=)."
+)
 
 # Plans an analysed step.
 RunPasses = Callable[[Analyzed, PlanOptions], FoundPlan]
@@ -171,7 +174,6 @@ class _Planning:
     leaner: Callable[[], Iterable[Variant]]
     began: float = field(default_factory=lambda: now())
     known: dict[str, Analyzed] = field(default_factory=dict)
-    broken: dict[int, StepNotTraceable] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -196,17 +198,14 @@ class _Planning:
             if result := raced.get(one.variant.name):
                 one.note = race_row(result).note
         best = min(found, key=lambda name: times.get(name) or inf)
-        plan, took = found[best].plan, dict[str, float]()
-        if len(tried) > 1:
-            took[VARIANTS_SECONDS] = now() - self.began
-            if plan.figures is not None:
-                every = tuple(one.figures(times, best) for one in tried)
-                is_raced = {"variants_raced": bool(raced)}
-                figures = replace(plan.figures, variants=every, **is_raced)
-                plan = replace(plan, figures=figures)
-        if isfinite(self.seconds):
-            took[GIVEN_SECONDS] = self.seconds
-        return Fastest(name=best, plan=replace(plan, search={**plan.search, **took}))
+        plan = found[best].plan
+        if len(tried) > 1 and plan.figures is not None:
+            every = tuple(one.figures(times, best) for one in tried)
+            is_raced = {"variants_raced": bool(raced)}
+            figures = replace(plan.figures, variants=every, **is_raced)
+            search = {**plan.search, VARIANTS_SECONDS: now() - self.began}
+            plan = replace(plan, figures=figures, search=search)
+        return Fastest(name=best, plan=plan)
 
     def tried(self) -> list[_Tried]:
         """Estimates all variants, and plans the best; if none fits, leaner ones.
@@ -236,7 +235,10 @@ class _Planning:
             every += self.lean(every)
         if any(one.found for one in every):
             return every
-        raise _no_plan(every)
+        error = _no_plan(every)
+        if isinstance(error, MemoryBudgetError) and self.options.preset:
+            error = error.with_line(SEARCH_INSTEAD)
+        raise error
 
     def lean(self, short: Sequence[_Tried]) -> list[_Tried]:
         """Plans with state in host memory; else leaner variants, until one fits."""
@@ -298,16 +300,12 @@ class _Planning:
         frame = self.known[name].analysis.frame
         for some in enough_state(frame, lacks.smallest_feasible_bytes - most):
             if not self.left():
-                one.error = _lacks(one).with_line(
-                    "With a longer --time-budget there is time to plan with more state "
-                    "in the memory of the host, too."
-                )
                 return
             size = format_bytes(sum(some.values()))
             self.tell(name, f"planning again with {size} of state in host memory")
             self.plan(one, in_host=[*some])
             if one.found is not None:
-                one.found = _with_host_figures(one.found, lacks.fastest_ms)
+                one.found = _with_host_figures(one.found)
             if not isinstance(one.error, MemoryBudgetError):
                 return
             one.error = one.error.with_line(
@@ -316,22 +314,17 @@ class _Planning:
             )
 
     def analyzed(self, variant: Variant) -> Analyzed:
-        """Traces a variant's step once, and analyses it once on its mesh."""
+        """Analyses a variant's step once; for several meshes it is traced once."""
         if variant.name not in self.known:
-            if (error := self.broken.get(id(variant.fn))) is not None:
-                raise error
-            try:
-                fn, args, kwargs = variant.fn, variant.args, variant.kwargs
-                step = self.options.flatten(fn, args, kwargs)
-                # Of several meshes the step is the same, and traced once.
-                before = (one.step for one in self.known.values() if one.step == step)
-                step = next(before, step)
-                check_settings()
-                self.known[variant.name] = self.analyze(variant, step)
-            except StepNotTraceable as error:
-                self.broken[id(variant.fn)] = error
-                raise
+            step = self.step_of(variant)
+            before = (one.step for one in self.known.values() if one.step == step)
+            check_settings()
+            self.known[variant.name] = self.analyze(variant, next(before, step))
         return self.known[variant.name]
+
+    def step_of(self, variant: Variant) -> FlatStep:
+        """A variant's step over flat arguments."""
+        return self.options.flatten(variant.fn, variant.args, variant.kwargs)
 
     def analyze(self, variant: Variant, step: FlatStep) -> Analyzed:
         """Analyses a variant's step, in all processes that have devices of its mesh."""
@@ -389,8 +382,7 @@ class _Planning:
             if name not in by_name:
                 by_name.update((one.name, one) for one in self.leaner())
             one = by_name[name]
-            step = self.options.flatten(one.fn, one.args, one.kwargs)
-            step = step.with_state_in_host(in_host)
+            step = self.step_of(one).with_state_in_host(in_host)
             with unchecked():
                 made = analyze_step(step, one.mesh, self.options.pins)
             return made.analysis.frame.program
@@ -433,13 +425,11 @@ def _uses_host_memory(mesh: Mesh | DescribedMesh) -> bool:
     return defaults_of(device.platform).host_memory and has_host_memory(device)
 
 
-def _with_host_figures(found: FoundPlan, unfit_ms: float | None) -> FoundPlan:
+def _with_host_figures(found: FoundPlan) -> FoundPlan:
     """Adds what state in host memory saves and costs to a plan's figures."""
     layout = lay_out(found.analysis.frame, found.winner.choice)
     kept, moved = host_bytes(layout, [argument for argument, _ in found.plan.in_host])
     figures = {"host_bytes": kept, "host_ms": moved / HOST_BYTES_PER_MS}
-    if unfit_ms is not None:
-        figures["unfit_ms"] = unfit_ms
     plan = replace(found.plan, search={**found.plan.search, **figures})
     return replace(found, plan=plan)
 

@@ -212,7 +212,7 @@ def find(given: Any) -> Fastest:
     options = given.params
     with Display(options["quiet"]) as display:
         wanted = variants_of(given)
-        settings = o.settings(given, progress=display.tell)
+        settings = o.settings(given, display.tell)
         return plan_fastest(
             **wanted,
             memory_budget=parse_bytes(options["memory_budget"]),

@@ -30,18 +30,16 @@ from cfp.plan.plan import Plan
 from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Limits, Progress
 from cfp.settings import ConstraintLevel
-from cfp.view.console import literal_console, wrapped
+from cfp.variants import SEARCH_INSTEAD
+from cfp.view.console import wrapped
 from cfp.view.remarks import unplanned_text
 from cfp.view.text import print_plan
-from cfp.view.words import sentence, throughput
+from cfp.view.words import is_within_budget, sentence, throughput
 
 
 def print_error(message: str) -> None:
-    """Prints to the error stream, in red where there are colours."""
-    console = literal_console(stderr=True)
-    if console.is_terminal:
-        console.print("error:", style="bold red", end=" ")
-    print(message if console.is_terminal else f"error: {message}", file=sys.stderr)
+    """Prints to the error stream."""
+    print(f"error: {message}", file=sys.stderr)
 
 
 def save(made: Plan, output: Path | None) -> list[str]:
@@ -83,13 +81,15 @@ def plan_answer(made: Plan, output: Path | None, *more: str) -> Answer:
     if "described" in made.environment:
         then = "on its devices, cfp verify plan.json TARGET times it"
     lines = save(made, output) or [f"Save a plan with -o plan.json; {then}"]
+    fits = is_within_budget(made)
+    lines += [] if fits else [wrapped(f"It does not fit. {SEARCH_INSTEAD}")]
 
     def show() -> None:
         print_plan(made)
         for line in (*more, *lines):
             print(line)
 
-    return Answer(partial(plan_data, made), show)
+    return Answer(partial(plan_data, made), show, failed=not fits)
 
 
 def leave_printing_to_process_0() -> None:
@@ -371,17 +371,10 @@ _READ: Mapping[str, Callable[[str], Any]] = {
 
 
 def settings(
-    ctx: typer.Context | None = None,
-    *,
-    progress: Callable[[Progress | str], None] | None = None,
-    **other: Any,
+    ctx: typer.Context, progress: Callable[[Progress | str], None]
 ) -> PlannerSettings:
-    """Makes planner settings from a command's options.
-
-    Args:
-        other: options that it does not have, or has otherwise.
-    """
-    given = {"measure": True, **(ctx.params if ctx is not None else {}), **other}
+    """Makes planner settings from a command's options."""
+    given = {"measure": True, **ctx.params}
     given |= {"seconds": given.get("time_budget"), "ray": None}
     found = {
         one.name: _READ.get(one.name, lambda value: value)(given[one.name])
@@ -389,7 +382,7 @@ def settings(
         if given.get(one.name) is not None
     }
     found |= {"race": not given.get("no_race"), "measure": given["measure"] or None}
-    if given.get("retry_failures") and ctx is not None:
+    if given.get("retry_failures"):
         is_supervised = isinstance(ctx.obj, Supervision)
         found["retry_failures"] = ctx.obj.started if is_supervised else True
     if "run_timeout" in given:

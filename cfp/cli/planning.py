@@ -195,7 +195,7 @@ def profile(ctx: typer.Context, given: Any) -> Answer | None:
     budget = parse_bytes(given.memory_budget)
     with Display(given.quiet) as display:
         session = open_session(ctx)
-        settings = o.settings(ctx, progress=display.tell)
+        settings = o.settings(ctx, display.tell)
         with open_context(session.mesh, given.workdir, budget, settings) as context:
             kept = context.store.path
             found = profile_segments(context, session.analysis, races=False)
@@ -226,7 +226,7 @@ def search(ctx: typer.Context, given: Any) -> Answer:
     check_writable(given.output)
     with Display(given.quiet) as display:
         session = open_session(ctx)
-        settings = o.settings(ctx, progress=display.tell)
+        settings = o.settings(ctx, display.tell)
         made = search_stored(session, given.workdir, budget, settings).plan
     return plan_answer(made, given.output)
 

@@ -200,7 +200,7 @@ def run(ctx: typer.Context, given: Any) -> Answer:
                 memory_budget=budget,
                 preset=given.preset,
                 cache_dir=given.workdir,
-                settings=o.settings(ctx, progress=display.tell),
+                settings=o.settings(ctx, display.tell),
             )
         trial = run_trial(
             used,

@@ -69,7 +69,8 @@ def open_target(
     if plan is not None:
         kind = plan.environment.get("device_kind", "the planned kind")
         remedy = f"Run this command on devices of {kind}; or try it here with "
-        remedy += "--other-devices, on virtual ones with --platform cpu, too."
+        remedy += "--other-devices, on virtual ones with --platform cpu, too, "
+        remedy += "if the step draws no random numbers."
         axes = axes or plan.mesh_axes
         on_cpu = plan.environment.get("platform") == "cpu"
         platform_name = platform_name or ("cpu" if on_cpu else None)

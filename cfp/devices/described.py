@@ -309,7 +309,7 @@ Axes = tuple[tuple[str, int], ...]
 _TAKEN_SHARE = 0.75
 _SHORT = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x(?P<kind>[A-Za-z][\w-]*)")
 _SLICE = re.compile(r"(?P<kind>[A-Za-z][\w-]*):([1-9]\d*(?:x[1-9]\d*)*)")
-_CHIPS = re.compile(r"([A-Za-z]\w*)-([1-9]\d*)")  # v5e-8, the squarest slice
+_CHIPS = re.compile(r"([A-Za-z]\w*)-(1|2|4|8|16|32|64|128|256)")
 # Of a curve whose time is a latency and so much for each byte.
 _SIZES = (1 << 10, 1 << 20, 1 << 30)
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from cfp.analysis.analyze import (
     uncounted_loops,
     update_blocks,
 )
-from cfp.analysis.contractions import DimClasses, is_contraction, is_product
+from cfp.analysis.contractions import DimClasses, is_product
 from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out
 from cfp.analysis.segments import Segment, group_readers
@@ -42,7 +41,6 @@ from cfp.plan.parts import (
     Role,
     Site,
     StoredParameter,
-    TensorFigure,
     short_source,
     type_text,
 )
@@ -53,7 +51,7 @@ from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.collectives import Rates
 from cfp.profiling.record import configuration
 from cfp.program.constrain import Constraints
-from cfp.program.graph import Op, Program, call_flops, op_flops
+from cfp.program.graph import Op, Program, call_flops
 from cfp.program.part import aval
 from cfp.program.partitioned import call_of
 from cfp.program.read import outline_of
@@ -65,8 +63,6 @@ from cfp.search.solver import Problem
 from cfp.solution import prediction_of
 
 _FUNCTION = re.compile(r"jit\((\w+)\)")
-# A block's anchor is drawn with what it reads, as far as people name it.
-_MOST_OPERANDS = 2
 _WORTH_NAMING = 0.01  # of the bytes that a program's ops make
 
 _Move = tuple[str, tuple[str, ...], int]  # A collective's kind, axes and bytes.
@@ -132,25 +128,12 @@ def plan_rows(
                     op=op_text(frame.program, op),
                     strategy=axis_roles(frame, op, choice.blocks[b]),
                     source=short_source(op.source),
-                    operands=tuple(
-                        _tensor(frame, value, layout.use_spec(op.id, place))
-                        for place, value in enumerate(op.operands[:_MOST_OPERANDS])
-                    ),
-                    result=_tensor(frame, op.results[0], layout.spec(op.results[0])),
                     moves=_move_figures(moves[b], rates),
                     repeats=op.repeat,
                     updates=b in updating,
                 )
             )
     return tuple(rows)
-
-
-def _tensor(
-    frame: Frame, value: int, spec: Sequence[Sequence[str]] | None
-) -> TensorFigure:
-    record = frame.program.values[value]
-    dims = ((),) * len(record.shape) if spec is None else spec
-    return TensorFigure(type=str(record), spec=tuple(map(tuple, dims)))
 
 
 def _move_figures(
@@ -273,16 +256,13 @@ def constraint_sites(program: Program, constraints: Constraints) -> tuple[Site, 
     )
 
 
-def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
+def whole_ops(layout: Layout) -> tuple[str, ...]:
     """Lists ops that every device runs in full: ``while at model.py:12 (26%)``.
 
     These are loops without sharding, ops without a sharding rule, ops that XLA does not
     partition, and unsharded custom_partitioning ops. An op counts from one percent of
     the bytes that ops make, or of the FLOPs; its operands count, too. Other blocks have
     rows of their own. One device has no such list.
-
-    Args:
-        rates: rates of the devices for the estimated cost, or None.
     """
     if not layout.frame.mesh:
         return ()
@@ -290,12 +270,8 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
     made = [
         0 if op.has_regions else _bytes(program, op, op.results) for op in program.ops
     ]
-    every, products = sum(made), program_flops(program)
     whole: set[int] = set()
-    found = Counter()
-    touched = Counter()
-    computed = Counter()
-    lost_ms: dict[str, float] = defaultdict(float)
+    found, touched, computed = Counter(), Counter(), Counter()
     for op in reversed(program.ops):  # a loop stands behind its body
         if op.id in whole or op.id in program.leaf_ops:
             continue
@@ -303,34 +279,19 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
         if op.kind == "while" and _is_whole(layout, op):
             whole.update(op.body)
             found[site] += sum(made[i] for i in op.body)
-            inside = [program.ops[i] for i in op.body]
         elif _is_whole_op(layout, op):
             site += _why_whole(layout, op)
             found[site] += made[op.id]
             touched[site] += _bytes(program, op, op.operands) if made[op.id] else 0
             computed[site] += call_flops(op) * op.repeat
-            inside = [op]
-        else:
-            continue
-        if rates is not None:
-            lost_ms[site] += _lost_ms(layout, op, inside, rates)
-    texts = []
+    texts, every, products = [], sum(made), program_flops(program)
     for site, size in found.most_common():
         flops = computed[site]
-        if size + touched[site] >= _WORTH_NAMING * every > 0:
-            kinds = [f"{size / every:.0%}"]
-        elif flops >= _WORTH_NAMING * products > 0:
-            kinds = []
-        else:
-            continue
-        if flops:
-            kinds.append(f"{flops / products:.0%} of all FLOPs")
-        if lost_ms[site]:
-            least = "" if flops or not touched[site] else "at least "
-            cost = lost_ms[site]
-            time = f"{cost:.2f}" if cost >= 0.1 else f"{cost:.1g}"
-            kinds.append(f"costs {least}{time} ms by estimate")
-        texts.append(f"{site} ({', '.join(kinds)})")
+        is_large = size + touched[site] >= _WORTH_NAMING * every > 0
+        if is_large or flops >= _WORTH_NAMING * products > 0:
+            kinds = [f"{size / every:.0%}"] * is_large
+            kinds += [f"{flops / products:.0%} of all FLOPs"] * bool(flops)
+            texts.append(f"{site} ({', '.join(kinds)})")
     return tuple(texts)
 
 
@@ -373,39 +334,6 @@ def sharded_kernels(layout: Layout) -> tuple[str, ...]:
         f"{count} times {text}" if count > 1 else text
         for text, count in found.most_common()
     )
-
-
-def _lost_ms(layout: Layout, op: Op, inside: Sequence[Op], rates: Rates) -> float:
-    """Estimates the time lost because every device runs an op in full.
-
-    That time is the difference to equal parts, less the gathering of operands. For
-    foreign code without FLOPs only memory traffic counts.
-
-    Args:
-        inside: the op itself, or the ops of a loop's body.
-    """
-    program, mesh = layout.frame.program, layout.frame.mesh
-    total = 0.0
-    for one in inside:
-        if one.has_regions or one.id in program.leaf_ops:
-            continue
-        foreign = one.rule is None
-        moved = _bytes(program, one, one.results)
-        moved += _bytes(program, one, one.operands) if foreign else 0
-        flops = call_flops(one) if foreign else 0
-        if is_contraction(one):
-            moved, flops = 0, op_flops(program, one) // one.repeat
-        dtype = program.values[one.operands[0]].dtype if one.operands else "f32"
-        computing = rates.matmul_ms(flops * one.repeat, dtype)
-        total += max(computing, rates.memory_ms(moved))
-    gathered = 0.0
-    for v in dict.fromkeys(op.operands):
-        spec = layout.spec(v)
-        if spec and any(spec):
-            whole = ((),) * len(spec)
-            steps = transition(program.values[v].size_bytes, spec, (), whole, mesh)
-            gathered += op.repeat * sum(rates.collective_ms(*step) for step in steps)
-    return total * (1 - 1 / prod(size for _, size in mesh)) + gathered
 
 
 def _bytes(program: Program, op: Op, values: Iterable[int]) -> int:
@@ -642,7 +570,7 @@ def compose_plan(
         uneven=uneven_arguments(layout),
         undonated=tuple(undonated),
         uncounted=describe_uncounted(program),
-        replicated_ops=whole_ops(layout, rates),
+        replicated_ops=whole_ops(layout),
         host_callbacks_skipped=host_calls(program),
         race=tuple(outcome.rows),
         environment={**configuration(), **environment, **_explicit_axes(mesh)},

@@ -112,9 +112,7 @@ class LeftFigures:
 
 # A variant's note where time was over before it was planned.
 UNPLANNED = "not planned: time was over"
-# An entry of `Plan.search`: the time that was given for all, if it was limited.
-GIVEN_SECONDS = "seconds_given"
-# What all variants took together, their estimates and last race included.
+# An entry of `Plan.search`: what all variants took, estimates and last race included.
 VARIANTS_SECONDS = "seconds_of_all_variants"
 
 
@@ -325,19 +323,6 @@ def _most(parameters: Sequence[StoredParameter]) -> Storage | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorFigure:
-    """A tensor that a block's anchor reads or makes.
-
-    Attributes:
-        type: element type and dims of the whole tensor: ``f32[8,16]``.
-        spec: for each dim the mesh axes that it is sharded over.
-    """
-
-    type: Annotated[Words, matching(_TYPE, "a type such as f32[8,16]")]
-    spec: SpecField
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MoveFigure:
     """Collectives of one kind over the same axes that follow a block.
 
@@ -367,8 +352,6 @@ class PlanRow:
         op: its anchor, with its shape.
         strategy: role of each mesh axis that shards the anchor.
         source: ``file:line`` of the anchor, or "".
-        operands: the first two tensors that the anchor reads.
-        result: the tensor that the anchor makes.
         moves: the collectives that follow, most bytes first.
         repeats: number of runs of the anchor in one step, above one in a loop.
         updates: True for a part of the optimizer's update without products.
@@ -380,8 +363,6 @@ class PlanRow:
     op: Words
     strategy: tuple[AxisRole, ...]
     source: Words
-    operands: tuple[TensorFigure, ...]
-    result: TensorFigure
     moves: tuple[MoveFigure, ...]
     repeats: Annotated[int, Field(strict=True, ge=1)]
     updates: Flag = False

@@ -19,7 +19,6 @@ from cfp.plan.parts import by_argument, path_text, places_like, shape_of, type_t
 from cfp.program.calling import fixed, released
 from cfp.program.constrain import partition_spec
 from cfp.program.memory import in_memory, put
-from cfp.runtime.execute import told_while
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +93,10 @@ def check_devices(
         differ = f"The plan is for JAX {version}, and this is JAX {jax.__version__}"
         remedy = f"Install JAX {version}, or plan again"
     if differ:
+        is_known = environment.get("platform") in (None, _facts(devices)["platform"])
+        without = "" if is_known else ", if the step draws no random numbers"
         raise PlanMismatch(
-            f"{differ}. {remedy}; to try it here all the same: "
+            f"{differ}. {remedy}; to try it here all the same{without}: "
             "plan.on(mesh, other_devices=True), in a command --other-devices."
         )
 
@@ -143,8 +144,7 @@ def made(
         for i, leaf in zip(places, leaves, strict=True)
     ]
     jitted = jax.jit(arrays, out_shardings=tree_unflatten(tree, shardings))
-    with told_while("initialising under the plan: compiling, then running"):
-        return released(jitted(*args, **kwargs))
+    return released(jitted(*args, **kwargs))
 
 
 def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:

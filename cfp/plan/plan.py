@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
@@ -16,7 +15,7 @@ from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 from pydantic import ConfigDict
 
 from cfp.devices.described import DescribedMesh
-from cfp.errors import PlanMismatch
+from cfp.errors import PlanMismatch, warn
 from cfp.fields import Count, Name, Number, Rung, Time, Words
 from cfp.plan import file
 from cfp.plan.file import Local
@@ -48,10 +47,8 @@ from cfp.runtime.execute import (
     LoweredStep,
     ReusableExecutable,
     export_planned,
-    load_early,
     load_or_lower,
     start_devices,
-    told_while,
 )
 from cfp.settings import ConstraintLevel
 
@@ -294,12 +291,10 @@ class Plan:
     # -- use -----------------------------------------------------------------
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the step under this plan; the first call compiles it.
+        """Returns the step under this plan; the first call compiles or loads it.
 
-        Without a mesh the plan takes the first devices. If the plan is bound to the
-        same function, a thread begins at once to load the executable of an earlier
-        process; the first call raises its errors. Under another configuration of JAX
-        the step is traced again, and refused if its program differs.
+        Without a mesh the plan takes the first devices. Under another configuration of
+        JAX the step is traced again, and refused if its program differs.
 
         Args:
             fn: the planned step.
@@ -310,19 +305,14 @@ class Plan:
         compiled: dict[Any, CompiledStep] = {}
         is_bound = self.step is not None and self.step.fn is fn
         key = self.traced_under if is_bound else None
-        early = None if key is None else load_early(self.lower, key)
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            nonlocal early
             now = trace_context_key()
             if now not in compiled:
                 if now == key and self._takes(args, kwargs):
-                    loading, early = early, None
-                    lowered = loading.result() if loading is not None else None
-                    compiled[now] = self._compiled(lowered or self.lower())
+                    compiled[now] = self.compile_bound()
                 else:
                     compiled[now] = self.compile(fn, *args, **kwargs)
-                    early = None
             return compiled[now](*args, **kwargs)
 
         step.__name__ = getattr(fn, "__name__", "step")
@@ -351,13 +341,22 @@ class Plan:
         """Compiles the bound step, as traced.
 
         Args:
-            progress: called with a text about the compile. By default a compile of some
-                seconds prints it on standard error.
+            progress: called with a text before a compile. By default progress is shown
+                as for :func:`cfp.plan`.
 
         Raises:
             PlanMismatch: the plan was loaded, and :meth:`bind` was not called.
         """
-        return self._compiled(self.lower(), progress)
+        if progress is None:
+            from cfp.view.progress import Display
+
+            with Display() as display:
+                return self.compile_bound(display.tell)
+        name = getattr(self._bound().fn, "__name__", "the step")
+        text = f"compiling {name!r} under its plan"
+        if round(seconds := self.search.get("compile_seconds", 0.0)):
+            text += f", which took {clock_text(seconds)} when it was planned"
+        return self.lower().compile(partial(progress, text))
 
     def lower(self, **how: Any) -> LoweredStep:
         """Lowers the bound step; `how` has more arguments of `load_or_lower`."""
@@ -376,15 +375,6 @@ class Plan:
             self.options,
             **{**usual, **how},
         )
-
-    def _compiled(
-        self, lowered: LoweredStep, progress: Callable[[str], None] | None = None
-    ) -> CompiledStep:
-        name = getattr(self._bound().fn, "__name__", "the step")
-        text = f"compiling {name!r} under its plan"
-        if round(seconds := self.search.get("compile_seconds", 0.0)):
-            text += f", which took {clock_text(seconds)} when it was planned"
-        return lowered.compile(partial(told_while, text, progress))
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs an initialisation and makes its result in the plan's shardings.
@@ -430,10 +420,9 @@ class Plan:
         accepts only by name.
         """
         if (refused := refused_option(self.options)) is not None:
-            warnings.warn(
+            warn(
                 f"The plan has {refused}: to load it again, name its options in "
-                "Plan.load(path, allowed_options=[...]).",
-                stacklevel=2,
+                "Plan.load(path, allowed_options=[...])."
             )
         _write(path, self.to_json().encode())
 

@@ -7,9 +7,8 @@ long as the process lives.
 
 An op is sharded by the rule that comes with it (``sharding_rule=``). The rule of JAX's
 cuDNN attention says nothing of keys: its factors are a table. An op without a rule is
-replicated. As callbacks need not keep what a rule promises, each factor is tried once:
-``partition`` is asked for the op with the factor's dims sharded, and a factor that it
-refuses, or does not keep, is left out.
+replicated. ``partition`` is asked once for each factor with the factor's dims sharded,
+and a factor that it refuses, or does not keep, is left out.
 
 Before a module is compiled, :func:`bind` gives JAX's partitioner the callbacks for the
 module's mesh. They put the op's operands into shardings that the rule allows before the
@@ -37,7 +36,7 @@ from jax._src import custom_partitioning as jax_partitioning
 from jax._src import custom_partitioning_sharding_rule as jax_rules
 from jax._src import debugging as jax_debugging
 from jax._src.config import use_shardy_partitioner
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 from jax.interpreters import mlir
@@ -52,7 +51,6 @@ from cfp.program.rules import Rule, rule_of
 TARGET = "CustomSPMDPartitioning"
 _CONFIG = "backend_config"
 _PREFIX = "cfp"
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
 _rule_in_mlir: Any = jax_rules.sdy_sharding_rule_to_mlir
 # They ask for the runtime of the platform, of which TPUs' alone is used.
 _HOST_CALLS: tuple[tuple[Primitive, Callable[..., Any]], ...] = (
@@ -65,10 +63,6 @@ _HOST_CALLS: tuple[tuple[Primitive, Callable[..., Any]], ...] = (
 OpDim = tuple[int, int]  # (number among operands and then results, dim)
 Shape = jax.ShapeDtypeStruct
 Dims = dict[OpDim, tuple[str, ...]]  # the mesh axes of each sharded dim
-
-
-class Refused(Exception):
-    """The callbacks of an op do not take a sharding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,57 +131,31 @@ class PartitionedCall:
             mesh, self.in_tree.unflatten(ins), self.out_tree.unflatten(outs)
         )
 
-    def local_program(self, mesh: AbstractMesh, dims: Dims) -> str:
-        """The program of one device, as text, where some dims are sharded.
-
-        Raises:
-            Refused: a callback raises, or answers with what does not fit together.
-        """
+    def refusal(self, mesh: AbstractMesh, dims: Dims) -> str | None:
+        """The reason for which the callback does not keep some dims sharded."""
         try:
-            _, local, out, ins = self.partitioned(mesh, dims)
-            answered = (
-                *self.in_tree.flatten_up_to(ins),
-                *self.out_tree.flatten_up_to(out),
-            )
-            pairs = [*zip(answered, self.tensors, strict=True)]
-            kept = [axes_of(sharding.spec, len(t.shape)) for sharding, t in pairs]
-            tiles = [Shape(one.shard_shape(t.shape), t.dtype) for one, t in pairs]
-            closed = jax.make_jaxpr(local, axis_env=list(mesh.shape.items()))(
-                *self.in_tree.unflatten(tiles[: self.count])
-            )
+            _, _, results, operands = self.partitioned(mesh, dims)
+            kept = self.axes(operands, results, lambda one: one)
         except Exception as error:  # Callbacks raise whatever they like.
-            raise Refused(summary_of(error)) from error
+            return summary_of(error)
         places = {(n, d): a for n, s in enumerate(kept) for d, a in enumerate(s) if a}
-        if places != dims:
-            raise Refused("its operands are to be whole along that dim")
-        made = _shapes(closed.out_avals)
-        found, wanted = (
-            [(t.shape, t.dtype) for t in some] for some in (made, tiles[self.count :])
+        same = places == dims
+        return None if same else "its operands are to be whole along that dim"
+
+    def axes(
+        self, operands: Any, results: Any, sharding: Callable[[Any], Any]
+    ) -> list[Spec]:
+        """The axes of the dims of all operands and results."""
+        leaves = (
+            *self.in_tree.flatten_up_to(operands),
+            *self.out_tree.flatten_up_to(results),
         )
-        if found != wanted:
-            raise Refused(f"it computes {found} on one device, where {wanted} belong")
-        return _ADDRESS.sub("", str(closed)) + _constants(closed)
+        pairs = zip(leaves, self.tensors, strict=True)
+        return [axes_of(sharding(one).spec, len(t.shape)) for one, t in pairs]
 
 
 def _shapes(avals: Iterable[Any]) -> tuple[Shape, ...]:
     return tuple(Shape(a.shape, a.dtype) for a in avals)
-
-
-def _constants(value: Any) -> str:
-    """The digests of arrays that a program holds, which its text leaves out."""
-    if isinstance(value, ClosedJaxpr | Jaxpr):
-        inside = [*getattr(value, "consts", ())]
-        for eqn in value.eqns:
-            inside += [*eqn.invars, *eqn.params.values()]
-        value = (*inside, *getattr(value, "jaxpr", value).outvars)
-    if isinstance(value, Literal):
-        return _constants(value.val)
-    if isinstance(value, tuple | list):
-        return "".join(map(_constants, value))
-    if isinstance(value, np.ndarray | jax.Array):
-        array = np.asarray(value)
-        return f"{array.dtype}{hashlib.sha256(array.tobytes()).hexdigest()}"
-    return ""
 
 
 # By name, and by name and mesh: kept while the process lives, since what was planned
@@ -337,17 +305,14 @@ def _lower(
         ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype))
         for a in _shapes(call.out_avals)
     ]
-    rule = _own_rule(mesh, sharding_rule, static_args, values, results)
+    operands = [value.type for value in values]
+    rule = _own_rule(mesh, sharding_rule, static_args, operands, results)
     platforms = tuple(context.module_context.platforms)
     bound = partial(partition, *static_args)
     new = PartitionedCall(call, bound, in_tree, out_tree, platforms)
-    what = (str(call), partition, static_args, in_tree, rule, platforms)
-    key = (*what, *mesh.shape.items(), isinstance(mesh, AbstractMesh))
-    try:
-        found = _DESCRIBED.get(key)
-    except TypeError:  # a static argument cannot be hashed
-        found, key = None, new
-    if found is None:
+    what = str(call), partition, repr(static_args), in_tree, rule, platforms
+    key = (*what, *mesh.shape.items())
+    if (found := _DESCRIBED.get(key)) is None:
         factors = factors_of_cudnn(partition, static_args, new.tensors)
         factors = factors or factors_of(rule, new.tensors)
         found = _DESCRIBED[key] = _described(new, factors, mesh)
@@ -369,24 +334,18 @@ def _lower(
 
 def _own_rule(
     mesh: Mesh | AbstractMesh,
-    given: Any,
+    rule: Any,
     static_args: tuple[Any, ...],
-    values: Sequence[ir.Value],
+    operands: Sequence[ir.Type],
     results: Sequence[ir.Type],
 ) -> Rule | None:
     """The rule that comes with an op; None if none does."""
-    if given is None:
-        return None
-    rule: Any = given
-    operands = [value.type for value in values]
     if callable(rule):
-        rule = rule(*static_args, mesh, operands, list(results))
-        settings: dict[str, Any] = {}
-        if isinstance(rule, list | tuple) and len(rule) == 2:
-            rule, settings = rule
+        rule = rule(*static_args, mesh, operands, results)
+        rule, settings = rule if isinstance(rule, list | tuple) else (rule, {})
         if isinstance(rule, str):
             rule = jax_rules.str_to_sdy_sharding_rule(rule, **settings)
-    return rule_of(_rule_in_mlir(rule, operands, list(results)))
+    return None if rule is None else rule_of(_rule_in_mlir(rule, operands, results))
 
 
 def _described(
@@ -400,22 +359,23 @@ def _described(
             sizes.
     """
     axis = next(name for name, size in mesh.shape.items() if size > 1)
-    kept: dict[Factor, str] = {}
-    refusals: dict[str, None] = {}
+    kept: list[Factor] = []
+    refusals: list[str] = []
     for factor in factors:
         ways = next((n for n in range(2, factor.size + 1) if factor.size % n == 0), 0)
         if not ways:
             continue
         sizes = tuple(ways if name == axis else 1 for name in mesh.shape)
         shape = AbstractMesh(sizes, tuple(mesh.shape))
-        dims: Dims = dict.fromkeys(factor.places, (axis,))
-        try:
-            kept[factor] = call.local_program(shape, dims)
-        except Refused as error:
-            refusals[str(error)] = None
-    rule = str(_written([*kept], call.tensors, call.count))
+        refusal = call.refusal(shape, dict.fromkeys(factor.places, (axis,)))
+        if refusal is None:
+            kept.append(factor)
+        else:
+            refusals.append(refusal)
+    refusals = [*dict.fromkeys(refusals)]
+    rule = str(_written(kept, call.tensors, call.count))
     content, flops = _inside(call.whole, call.platforms)
-    parts = content, rule, *kept.values(), *refusals, call.in_tree, call.platforms
+    parts = content, rule, *refusals, call.in_tree, call.platforms
     digest = hashlib.sha256(repr([*map(str, parts)]).encode()).hexdigest()[:24]
     name = f"{_PREFIX}:{call.label}:{flops}:{digest}"
     found = replace(
@@ -554,12 +514,8 @@ def spec_of(sharding: Any, mesh: Mesh) -> PartitionSpec:
 
 def _partition(call: PartitionedCall, mesh: Mesh, operands: Any, results: Any) -> Any:
     """Returns the per-device function of a call, as JAX's ``partition`` callback."""
-    given = (
-        *call.in_tree.flatten_up_to(operands),
-        *call.out_tree.flatten_up_to(results),
-    )
-    axes = [axes_of(one.sharding.spec, len(one.shape)) for one in given]
-    if dims := _settled(call, mesh, axes):
+    given = call.axes(operands, results, lambda one: one.sharding)
+    if dims := _settled(call, mesh, given):
         return call.partitioned(mesh, dims)
 
     def alone(*trees: Any) -> Any:

@@ -573,8 +573,8 @@ def other_program(
             "jnp.float32(0.1); a checkpoint restores arrays, so plan with these."
         )
     lines.append("Other values of constants, such as a learning rate, are no obstacle.")
-    remedy = "Pass the step, arguments, microbatches and options of the plan, or "
-    remedy += "plan again."
+    remedy = "Pass the step, microbatches, options and arguments of the plan, with "
+    remedy += "the same in fields that are no arrays; or plan again."
     if planned_for.get("platform", here.get("platform")) != here.get("platform"):
         lines[-1] += (
             " JAX lowers some operations, such as random numbers, in another way for "

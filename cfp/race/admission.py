@@ -39,7 +39,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from math import inf
 from types import MappingProxyType
@@ -70,7 +70,7 @@ from cfp.race.programs import (
     with_options,
 )
 from cfp.search.choices import whole_choice
-from cfp.search.solver import Problem, leanest, solve
+from cfp.search.solver import Problem, leanest
 from cfp.settings import (
     COMPILED_TO_PREDICTED,
     LIMITED_MEMORY_AT_LEAST,
@@ -115,10 +115,7 @@ def over_budget(
         f"No plan fits in {budget} of memory on each device. The smallest budget that "
         f"would do is about {format_bytes(needed, up=True)}, by prediction."
     )
-    error = _error(analysis, first, needed, use, choice)
-    fastest = solve(replace(problem, budget_bytes=None))
-    error.fastest_ms = fastest and fastest.cost_ms
-    return error
+    return _error(analysis, first, needed, use, choice)
 
 
 def no_winner(
@@ -154,8 +151,6 @@ def no_winner(
     )
     use = {**compiled_use(best.size), RESERVE: reserve_bytes}
     error = _error(analysis, first, needed, use, best.candidate.choice)
-    known = [r.candidate.predicted_ms for r in compiled if r.candidate.predicted_ms]
-    error.fastest_ms = min(known, default=None)
     broken = defaultdict[str, list[str]](list)
     for one in results:
         if one.record and one.record.status not in ("ok", "out_of_memory"):
@@ -233,7 +228,8 @@ def _error(
         lines.append(f"That memory is for: {', '.join(uses)}.")
     large = {name for name, size in parts if size >= _WORTH_A_LOOK * needed_bytes}
     lines += _inside(analysis, choice, large)
-    lines.append(_advice(analysis, choice, [name for name, _ in parts], large))
+    advice = f"Raise the budget to {format_bytes(needed_bytes, up=True)}"
+    lines.append(advice + _advice(analysis, choice, [n for n, _ in parts], large))
     return MemoryBudgetError(
         "\n  ".join(lines), smallest_feasible_bytes=needed_bytes, contributors=parts
     )
@@ -287,8 +283,8 @@ def largest_text(sizes: Iterable[tuple[str, int]]) -> str:
 def _advice(
     analysis: Analysis, choice: Choice, parts: Sequence[str], large: set[str]
 ) -> str:
-    """Suggests remedies, by what takes most memory."""
-    advice = "Raise the budget"
+    """Suggests more remedies, by what takes most memory."""
+    advice = ""
     if large != {RESERVE}:  # Each of more devices has as much for its allocator.
         advice += ", use more devices"
     if not parts or parts[0] == TEMPORARIES or TEMPORARIES in large:

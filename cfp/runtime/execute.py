@@ -1,7 +1,5 @@
 """Runs a step under a plan's shardings, or plainly on one device.
 
-Waits for steps: says that one is compiled, and loads one before it is called.
-
 Executables for later use: in this process from a race, or from disk.
 
 Files stand beside the measurements, in a folder of the user alone. Their name is a
@@ -16,15 +14,13 @@ import contextlib
 import hashlib
 import os
 import pickle
-import sys
-import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +31,8 @@ from jax.tree_util import keystr, tree_leaves, tree_leaves_with_path, tree_unfla
 from cfp.analysis.strategies import Spec
 from cfp.attention.matching.functions import NAME, Way
 from cfp.attention.matching.matches import attentions, refusal_of, replacements
-from cfp.devices.joining import is_follower
 from cfp.errors import PlanMismatch
-from cfp.printable import clock_text, counted
+from cfp.printable import counted
 from cfp.profiling.builder import BuildEnvironment, Built, Job
 from cfp.profiling.hlo import compile_right
 from cfp.profiling.record import GPU_PLATFORMS, UNTUNED, environment_parts
@@ -51,7 +46,6 @@ from cfp.program.jaxprs import (
     check_numbers,
     checks_numbers,
     compiler_settings,
-    trace_context_key,
     unchecked,
 )
 from cfp.program.memory import in_memory
@@ -216,66 +210,6 @@ class ReusableExecutable:
         )
 
 
-_T = TypeVar("_T")
-
-# What takes less says nothing; what takes longer says so again and again.
-_SILENT_SECONDS, _EVERY_SECONDS = 5.0, 30.0
-
-
-@contextmanager
-def told_while(doing: str, tell: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Shows a text, at once or, on standard error, if the work takes long.
-
-    Args:
-        tell: shows the text; None for lines on standard error.
-    """
-    if tell is not None:
-        tell(doing)
-        yield
-        return
-    over = threading.Event()
-
-    def write() -> None:
-        seconds = pause = _SILENT_SECONDS
-        while not over.wait(pause):
-            if is_follower() or sys.stderr is None:
-                return
-            line = f"cfp: {doing}; {clock_text(seconds)} so far"
-            try:
-                print(line, file=sys.stderr, flush=True)
-            except (OSError, ValueError):
-                return  # It is not read any more.
-            pause = _EVERY_SECONDS
-            seconds += pause
-
-    writer = threading.Thread(target=write, name="cfp-compiling", daemon=True)
-    writer.start()
-    try:
-        yield
-    finally:
-        over.set()
-        writer.join()
-
-
-def load_early(load: Callable[[], _T], key: Hashable) -> Future[_T | None]:
-    """Begins to load something in a thread of its own.
-
-    None comes of it where that thread has another configuration of JAX.
-
-    Args:
-        key: of the configuration that it is for; see `trace_context_key`.
-    """
-
-    def run() -> _T | None:
-        if trace_context_key() != key:
-            return None
-        loaded = load()
-        return loaded if trace_context_key() == key else None
-
-    with _unwaited(1, "cfp-loading") as threads:
-        return threads.submit(run)
-
-
 def start_devices(devices: Sequence[Any]) -> list[Future[jax.Array]]:
     """Puts an array on each of this process's devices, all at once, in threads.
 
@@ -283,16 +217,10 @@ def start_devices(devices: Sequence[Any]) -> list[Future[jax.Array]]:
     after another.
     """
     mine = [one for one in devices if one.process_index == jax.process_index()]
-    with _unwaited(len(mine) or 1, "cfp-starting") as threads:
-        return [threads.submit(jax.device_put, 0, one) for one in mine]
-
-
-@contextmanager
-def _unwaited(count: int, name: str) -> Iterator[ThreadPoolExecutor]:
-    """Yields a pool of threads, and leaves without waiting for their work."""
-    threads = ThreadPoolExecutor(count, name)
-    yield threads
+    threads = ThreadPoolExecutor(len(mine) or 1, "cfp-starting")
+    started = [threads.submit(jax.device_put, 0, one) for one in mine]
     threads.shutdown(wait=False)
+    return started
 
 
 @dataclass(frozen=True)
@@ -429,18 +357,19 @@ class LoweredStep:
     make: Callable[[jax.stages.Compiled], CompiledStep]
 
     @unchecked()
-    def compile(
-        self, compiling: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> CompiledStep:
+    def compile(self, tell: Callable[[], None] = lambda: None) -> CompiledStep:
         """Compiles it, if it has to be.
+
+        Args:
+            tell: called before a compile.
 
         Raises:
             CfpError: the compiler made another program of it.
         """
         compiled = self.compiled
         if compiled is None:
-            with compiling():
-                compiled, _ = compile_right(self.lowering.lowered, self.options)
+            tell()
+            compiled, _ = compile_right(self.lowering.lowered, self.options)
         if self.keep is not None:
             self.keep(compiled)
         return self.make(compiled)

@@ -47,7 +47,7 @@ from cfp.search.requests import (
     measured_options,
     rematerialize,
 )
-from cfp.search.solver import Option, Problem, leanest, solve, solve_within
+from cfp.search.solver import Option, Problem, fastest, leanest, solve
 from cfp.settings import (
     REMATERIALIZED_TIME_EXPECTED,
     ROUND_SIZE,
@@ -164,7 +164,7 @@ def estimate_options(
         )
         options = [expected(kind, False) for kind in range(len(estimates))]
         problem = build_problem(costs, options, budget_bytes)
-        tight = solve_within(problem, None).memory_bytes > most
+        tight = fastest(problem).memory_bytes > most
         if not tight:
             break
     if tight:
@@ -257,10 +257,10 @@ def measure_candidates(
         wanted = [item for items in rounds for item in items]
         options = measured_options(maker.costs, wanted, records)
         problem = build_problem(maker.costs, options, budget_bytes)
-        fastest, best = solve_within(problem, None), solve(problem)
+        quickest, best = fastest(problem), solve(problem)
         if budget_bytes is not None:
-            tight |= fastest.memory_bytes > SAFE_MEMORY_SHARE * budget_bytes
-        if best and best.cost_ms <= (1.0 + WORTH_HAVING) * fastest.cost_ms:
+            tight |= quickest.memory_bytes > SAFE_MEMORY_SHARE * budget_bytes
+        if best and best.cost_ms <= (1.0 + WORTH_HAVING) * quickest.cost_ms:
             break  # Memory keeps out nothing that is faster.
         asked = _Round(maker, per_kind, wanted, records, problem).ask()
         if not asked or measurer.is_over:

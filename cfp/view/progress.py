@@ -38,8 +38,6 @@ class PlainLines:
     every_seconds: float = 30.0
     _doing: str = ""
     _shown_seconds: float = 0.0
-    _event: Progress | str = ""
-    _begun_seconds: float = 0.0
 
     def due(self, event: Progress | str, seconds: float) -> str | None:
         """Returns the next line if it is due, else None.
@@ -47,8 +45,6 @@ class PlainLines:
         Args:
             seconds: time since the start.
         """
-        if event != self._event:
-            self._event, self._begun_seconds = event, seconds
         doing = "measuring" if isinstance(event, Progress) else event.split(" ", 1)[0]
         is_same = doing == self._doing
         recent = is_same and seconds - self._shown_seconds < self.every_seconds
@@ -57,8 +53,6 @@ class PlainLines:
         self._doing, self._shown_seconds = doing, seconds
         if isinstance(event, Progress):
             event = f"measuring {progress_text(event, clock=False)}"
-        elif (so_far := seconds - self._begun_seconds) >= self.every_seconds:
-            event = f"{event}, {clock_text(so_far)} so far"
         return f"cfp {clock_text(seconds)}: {event}"
 
 
@@ -105,11 +99,6 @@ class Display:
         if self._lines is not None:
             self._writer.join()
 
-    @property
-    def is_live(self) -> bool:
-        """True if there is a terminal to show a live line on."""
-        return self._live is not None
-
     def tell(self, event: Progress | str) -> None:
         """Takes note of an event."""
         self._event = event
@@ -153,7 +142,7 @@ def shown(
         yield settings
         return
     with Display() as display:
-        if not display.is_live and sys.stderr is not None:
+        if display._live is None and sys.stderr is not None:
             print(f"cfp: {doing}. {silence}", file=sys.stderr, flush=True)
         yield replace(settings, progress=display.tell)
 

@@ -104,8 +104,6 @@ def _in_host(plan: Plan) -> Values:
         parts += ["without which nothing fits"]
     if (moved_ms := search.get("host_ms")) is not None:
         parts.append(f"moved to the device and back in {moved_ms:.3f} ms, estimated")
-    if (unfit_ms := search.get("unfit_ms")) is not None:
-        parts.append(f"the fastest that does not fit: {unfit_ms:.3f} ms, predicted")
     names = few(merged_alike([plan.arg_names[i] for i, _ in plan.in_host]))
     return f"{'; '.join(parts)} ({names})"
 
@@ -245,8 +243,8 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (_estimates, "predictions are estimates{}"),
     (
         _undonated,
-        "the state is there twice: donate {} (donate_argnums, --donate), and {} of "
-        "each device are free",
+        "the state is there twice: donate {} (donate_argnums, --donate), and up "
+        "to {} of each device are free",
     ),
     (words.budget_text, "{}"),
     (_in_host, "in the memory of the host between steps: {}"),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
-from cfp.plan.parts import MoveFigure, PlanRow, PlanSegment, TensorFigure, roles_text
+from cfp.plan.parts import MoveFigure, PlanRow, PlanSegment, roles_text
 from cfp.plan.plan import Plan
 from cfp.printable import counted, format_bytes, merged_name, span_text
 from cfp.profiling.timing import interquartile_range
@@ -348,7 +348,8 @@ def variants_rows(plan: Plan) -> Rows:
     alone = "Step times: of each plan's own race or prediction."
     raced = "Step times: the fastest plan of each, timed in turn in one race."
     note = raced if figures and figures.variants_raced else alone
-    return Rows(title="Variants", headings=headings, rows=rows, notes=(note,)).filled()
+    title = "Meshes and microbatches compared"
+    return Rows(title=title, headings=headings, rows=rows, notes=(note,)).filled()
 
 
 # -------------------------------------------------------------- more, on a page alone
@@ -384,7 +385,7 @@ def more_rows(plan: Plan) -> Iterator[Rows]:
         headings=("path", "tensor", "donated"),
         rows=[
             row_of(
-                *(path, words.tensor_text(TensorFigure(type=kind, spec=spec))),
+                *(path, words.tensor_text(kind, spec)),
                 "yes" if donated else "no",
             )
             for path, kind, spec, donated in arguments

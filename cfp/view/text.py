@@ -180,11 +180,10 @@ def _block(block: BlockView) -> tuple[str, dict[str, str]]:
     row = block.row
     where = f"  at {row.source}" if row.source else ""
     where += f", {row.repeats} times in one step" if row.repeats > 1 else ""
-    operands = " x ".join(map(words.tensor_text, row.operands))
     moves = "; ".join(map(words.move_text, merged_moves(row.moves)))
     return words.elided(block.name) + where, {
         "sharded": block.sharded,
-        "tensors": f"{operands} -> {words.tensor_text(row.result)}",
+        "operation": row.op,
         "collectives": "; ".join([moves or "none", *block.exceptions]),
     }
 

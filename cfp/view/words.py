@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from math import prod
 
 from cfp.analysis.layout import SegmentKernels, Storage
+from cfp.analysis.strategies import Spec
 from cfp.devices.described import kind_of
 from cfp.plan.parts import (
     VARIANTS_SECONDS,
     MoveFigure,
     PlanSegment,
     StrategyFigures,
-    TensorFigure,
     roles_text,
     shape_of,
 )
@@ -79,13 +79,13 @@ def strategy_text(strategy: StrategyFigures) -> str:
     return "; ".join(filter(None, parts))
 
 
-def tensor_text(tensor: TensorFigure) -> str:
+def tensor_text(kind: str, spec: Spec) -> str:
     """Writes a tensor's type with the axes of its dims: ``f32[8/x,16]``."""
     parts = [
         "/".join([str(size), *names])
-        for size, names in zip(shape_of(tensor.type), tensor.spec, strict=False)
+        for size, names in zip(shape_of(kind), spec, strict=False)
     ]
-    return f"{tensor.type.partition('[')[0]}[{','.join(parts)}]"
+    return f"{kind.partition('[')[0]}[{','.join(parts)}]"
 
 
 def move_text(move: MoveFigure) -> str:
@@ -167,17 +167,24 @@ def is_rough(plan: Plan) -> bool:
 
 def memory_text(plan: Plan) -> str:
     """Describes the memory of a plan, and says whether it fits, if that is known."""
-    size = plan.predicted_bytes if plan.peak_bytes is None else plan.peak_bytes
-    if size is None:
+    if (size := _needed_bytes(plan)) is None:
         return ""
     how = f", {_predicted_how(plan)}" if plan.peak_bytes is None else ""
     text, budget = format_bytes(size), plan.figures and plan.figures.budget_bytes
     if budget:
-        does = "fits in" if size <= budget else "does not fit: needs"
-        text = (
-            f"{does} {format_bytes(size, up=size > budget)} of {format_bytes(budget)}"
-        )
+        does = "fits in" if is_within_budget(plan) else "does not fit: needs"
+        text = f"{does} {text} of {format_bytes(budget)}"
     return f"{text} on each device{how}"
+
+
+def _needed_bytes(plan: Plan) -> int | None:
+    return plan.predicted_bytes if plan.peak_bytes is None else plan.peak_bytes
+
+
+def is_within_budget(plan: Plan) -> bool:
+    """True if a plan fits in the memory that it may use, as far as both are known."""
+    size, budget = _needed_bytes(plan), plan.figures and plan.figures.budget_bytes
+    return not (size and budget) or size <= budget
 
 
 def _predicted_how(plan: Plan) -> str:

@@ -98,7 +98,6 @@ def test_a_plan_fits_with_moments_in_the_memory_of_the_host(plan):
     text = " ".join(repr(plan).split())
     assert f"in the memory of the host between steps: {len(names)} arguments" in text
     assert format_bytes(round(kept)) in text and "without which nothing fits" in text
-    assert "the fastest that does not fit" in text and plan.search["unfit_ms"] > 0
 
 
 def test_its_state_comes_back_in_the_memory_of_the_host(plan):

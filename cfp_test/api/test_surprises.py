@@ -1,13 +1,18 @@
 """A plan, or an error that helps, says what a user may not expect."""
 
 import inspect
+import re
+import shlex
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import cfp
 from cfp.view.remarks import remarks
-from cfp_test.cli.cli_runner import run_batch
+from cfp_test.cli.cli_runner import environment, run_batch
 
 
 def train_step(w, x):
@@ -156,3 +161,34 @@ def test_an_export_of_another_step_is_refused(tmp_path):
     assert "  x: planned for float32[32,512], got float32[64,512]\n" in other.err
     assert "  w/bias: planned for nothing, got float32[512]\n" in other.err
     assert "or plan again." in other.err
+
+
+def test_a_warning_of_planning_is_at_the_line_of_the_call(tmp_path):
+    args = {n: jnp.ones(one.shape) for n, one in W.items()}, jnp.ones((32, 512))
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    how = {"cache_dir": tmp_path, "preset": "data_parallel", "quiet": True}
+    how |= {"mesh": mesh, "settings": cfp.PlannerSettings(race=False)}
+    step = jax.jit(train_step, donate_argnums=0)
+    with pytest.warns(UserWarning, match="jax.jit around the step donates") as caught:
+        cfp.plan(step, *args, **how)
+    with pytest.warns(UserWarning, match="jax.jit around the step donates") as again:
+        cfp.parallelize(step, **how)(*args)
+    assert {one.filename for one in (*caught, *again)} == {__file__}
+
+
+def test_a_preset_that_does_not_fit_says_so_and_names_one_size(tmp_path):
+    line = "plan gpt --layers 2 --for 2xh100 --preset data_parallel -o plan.json"
+    [done] = run_batch([[*line.split(), "--memory-budget", "1GiB"]], tmp_path)
+    assert done.code == 1 and (tmp_path / "plan.json").exists()
+    assert "It does not fit. A search may find a plan that fits" in done.out
+    size = re.search(r"does not fit: needs (\d+\.\d+ GiB) of", done.out)
+    assert size is not None and f"| {size[1]} |" in done.out
+
+
+def test_a_command_runs_where_its_output_is_closed():
+    command = [sys.executable, "-m", "cfp", "--version"]
+    shell = f"{shlex.join(command)} >&-"
+    done = subprocess.run(
+        ["sh", "-c", shell], capture_output=True, text=True, env=environment()
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

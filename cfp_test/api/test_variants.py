@@ -17,7 +17,6 @@ from cfp.errors import (
     MemoryBudgetError,
     StepNotTraceable,
 )
-from cfp.plan.parts import GIVEN_SECONDS
 from cfp.platform import mesh_shapes
 from cfp.printable import format_bytes
 from cfp.race import turns as racing
@@ -301,7 +300,6 @@ def test_the_plan_says_what_all_variants_took(monkeypatch, altered, tmp_path):
     found = cfp.plan_fastest(SHAPES, **small(tmp_path))
     assert notes(found)["line"] == "behind flat by estimate"
     assert found.plan.search["seconds_of_all_variants"] > 0.0
-    assert GIVEN_SECONDS not in found.plan.search
 
 
 def test_what_was_left_out_is_planned_where_nothing_else_fits(
@@ -352,7 +350,6 @@ def test_no_estimate_is_begun_after_its_time(clock, tmp_path):
     assert "flat: estimating" in said
     over = "not planned: time was over"
     assert notes(found) == {"flat": "", "cube": over, "line": over}
-    assert found.plan.search[GIVEN_SECONDS] == 60.0
 
 
 def test_one_step_is_traced_once_for_all_meshes(tmp_path):
@@ -368,17 +365,13 @@ def test_one_step_is_traced_once_for_all_meshes(tmp_path):
     assert len(calls) == 1
 
 
-def test_a_step_that_cannot_be_traced_is_tried_and_told_once(tmp_path):
-    calls = []
-
+def test_a_step_that_cannot_be_traced_is_told_once(tmp_path):
     def broken(w, x):
-        calls.append(1)
         return x @ w.T @ w.T
 
     variants = [replace(one, fn=broken) for one in SHAPES]
     with pytest.raises(StepNotTraceable) as caught:
         cfp.plan_fastest(variants, cache_dir=tmp_path)
-    assert len(calls) == 1
     assert str(caught.value).count("could not trace") == 1
 
 

@@ -65,6 +65,12 @@ def test_a_slice_goes_by_its_number_of_chips_too(text, torus):
     assert (found.torus, found.count) == (torus, torus[0] * torus[1])
 
 
+@pytest.mark.parametrize("text", ["v5e-7", "v6e-12"])
+def test_a_slice_has_a_power_of_two_of_chips(text):
+    with pytest.raises(CfpError, match=f"{text}' cannot be read"):
+        cluster_of(text)
+
+
 def test_a_file_with_hosts_alone_has_as_many_devices_in_each_as_the_kind(tmp_path):
     file = tmp_path / "four.toml"
     file.write_text('kind = "h200"\nhosts = 4\n')

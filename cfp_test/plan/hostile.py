@@ -345,9 +345,7 @@ PLANS = (
         "number of 5000 digits",
         _raw('"peak_bytes": 4096', f'"peak_bytes": {"9" * 5000}'),
     ),
-    Mutation(
-        "dim of 5000 digits", _put(f"f32[{'9' * 5000}]", "rows", 0, "result", "type")
-    ),
+    Mutation("dim of 5000 digits", _put(f"f32[{'9' * 5000}]", "sites", 0, "type")),
     Mutation("name of 20000 characters", _put("a" * 20_000, "winner")),
     Mutation("unknown field", _put("os.system", "hook")),
     Mutation("unknown field of a part", _put("os.system", "rows", 0, "hook")),

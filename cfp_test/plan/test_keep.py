@@ -316,7 +316,7 @@ def test_a_call_with_other_arguments_is_refused_as_before(loaded):
     np.testing.assert_array_equal(made, state + x.sum() * 2)
 
 
-def test_what_goes_wrong_in_a_thread_is_raised_by_the_call(loaded):
+def test_another_step_is_refused_by_each_call(loaded):
     plan, (state, x) = loaded
 
     def other(state, x):

@@ -8,7 +8,6 @@ from cfp.plan.parts import (
     PlanSegment,
     Role,
     StoredParameter,
-    TensorFigure,
 )
 from cfp.plan.plan import Plan, RaceRow
 from cfp.program.constrain import Constraints
@@ -40,8 +39,6 @@ def row(segment: int, kind: int, name: str, **changes) -> Block:
         "op": "dot_general",
         "strategy": STRATEGIES.get(name.rpartition("/")[2], ()),
         "source": "",
-        "operands": (),
-        "result": TensorFigure(type="f32[]", spec=()),
         "moves": (move("all-reduce", 16.25 + segment),),
         "repeats": 1,
     }

@@ -9,7 +9,6 @@ from cfp.plan.parts import (
     KindFigures,
     OptionFigures,
     StrategyFigures,
-    TensorFigure,
 )
 from cfp.plan.plan import Plan
 from cfp.printable import printable
@@ -25,15 +24,10 @@ HARMFUL = (
 )
 
 
-def tensor(kind: str, *spec: tuple[str, ...]) -> TensorFigure:
-    return TensorFigure(type=kind, spec=spec)
-
-
 # What a block of a deep plan has beside its name.
 DRAWN = {
     "source": "net/layers.py:7",
-    "operands": (tensor("f32[8,16]", ("x",), ()), tensor("f32[16,32]", (), ("y",))),
-    "result": tensor("f32[8,32]", ("x",), ("y",)),
+    "op": "dot_general f32[8,16] x f32[16,32] -> f32[8,32]",
 }
 MOVES = (
     move("all-gather", 3, count=2, time_ms=0.125),

@@ -18,7 +18,6 @@ from cfp.cli.options import save
 from cfp.context import DetailedSettings
 from cfp.plan.describe import whole_ops
 from cfp.plan.parts import (
-    GIVEN_SECONDS,
     UNPLANNED,
     VARIANTS_SECONDS,
     Figures,
@@ -27,7 +26,6 @@ from cfp.plan.parts import (
     WorthFigures,
 )
 from cfp.presets.presets import presets
-from cfp.profiling.collectives import Rates
 from cfp.profiling.record import MEMORY_SHARE
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
@@ -173,15 +171,6 @@ SHORT = {
     ),
     "a variant too late": searched(among(*LATE[:2]), planning_seconds=107.7),
     "variants too late": searched(among(*LATE), planning_seconds=107.7),
-    "planning took longer": searched(
-        PLAIN, **{GIVEN_SECONDS: 120.0}, planning_seconds=137.2
-    ),
-    "planning variants took longer": searched(
-        PLAIN, **{GIVEN_SECONDS: 120.0, VARIANTS_SECONDS: 137.2}, planning_seconds=40.0
-    ),
-    "planning took as long as asked": searched(
-        PLAIN, **{GIVEN_SECONDS: 120.0}, planning_seconds=120.4
-    ),
     "measured exactly": EXACT,
     "measured in one turn": ROUGH,
     "measured in one turn before": searched(
@@ -330,27 +319,17 @@ def test_plans_say_what_they_do_not_shard_or_keep(planned, golden, tmp_path):
         )
 
 
-def test_what_is_run_in_full_has_its_cost():
+def test_what_is_run_in_full_has_its_share_of_the_bytes():
     def step(w, x):
         return jax.lax.top_k(x @ w, 2)
 
     shapes = (jax.ShapeDtypeStruct((8, 8), jnp.float32),) * 2
-    mesh = make_mesh((("x", 2),))
-    program, _ = trace(flatten_step(step, shapes), mesh)
+    program, _ = trace(flatten_step(step, shapes), make_mesh((("x", 2),)))
     frame = build_frame(program, (("x", 2),))
     layout = lay_out(frame, presets(frame)["data_parallel"])
-    rates = Rates(
-        mesh=frame.mesh,
-        curves={("all-gather", ("x",)): ((1, 1.0), (1 << 20, 1.0))},
-        matmul_flops_per_ms={"float32": 1e6, "bfloat16": 1e6},
-        memory_bytes_per_ms=128.0,
-    )
-    (text,) = whole_ops(layout, rates)
-    # It reads 8 x 8 numbers, gathered in 1 ms, and makes two times 8 x 2: 384 bytes,
-    # of which each of two devices would do half.
-    assert text.endswith("%, costs at least 2.50 ms by estimate)")
     (text,) = whole_ops(layout)
-    assert text.endswith("%)")
+    # The product makes 8 x 8 numbers, and the op two times 8 x 2.
+    assert text.endswith(" (33%)")
 
 
 def test_plans_are_still_equal_by_what_they_hold():

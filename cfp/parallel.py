@@ -30,7 +30,7 @@ from cfp.profiling.store import store_path
 from cfp.program.jaxprs import trace_context_key
 from cfp.program.step import FlatStep, flatten_step
 from cfp.runtime.execute import CompiledStep
-from cfp.view.progress import shown
+from cfp.view.console import shown
 
 # What decides a plan; a saved one has decided.
 _DECIDES = {"memory_budget", "pins", "preset", "choose", "precision"}

@@ -48,7 +48,7 @@ from cfp.race.race import Race
 from cfp.race.turns import race_programs
 from cfp.settings import ESTIMATES_SHARE, HOST_BYTES_PER_MS, Dimension, defaults_of
 from cfp.solution import Estimate, Solution
-from cfp.view.progress import shown
+from cfp.view.console import shown
 
 now = time.monotonic  # Of the time that all variants share.
 _PLANNED = 2

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from cfp.cli import finding, planning, running
+from cfp.cli import planning, running
 from cfp.cli.options import INTERRUPTED, MARKUP, PASS_ON, TRACEBACK, Command, Option
 from cfp.cli.options import command as one_message
 from cfp.cli.supervise import Supervision
@@ -41,7 +41,7 @@ app = typer.Typer(
     rich_markup_mode=MARKUP,
 )
 _COMMANDS = {
-    "plan": finding.plan,
+    "plan": planning.plan,
     "run": running.run,
     "show": running.show,
     "verify": running.verify,

@@ -27,10 +27,8 @@ from cfp.errors import CfpError
 from cfp.plan.placing import other_devices
 from cfp.plan.plan import Plan
 from cfp.printable import parse_bytes
-from cfp.view.console import Rows, print_view, row_of, wrapped
-from cfp.view.progress import Display
-from cfp.view.python import python_text
-from cfp.view.text import diff_data, diff_text, explain_text, print_plan
+from cfp.view.console import Display, Rows, print_view, row_of, wrapped
+from cfp.view.text import diff_data, diff_text, explain_text, print_plan, python_text
 from cfp.view.words import few, throughput
 
 # Options of `cfp show` that go with each mode, by parameter.

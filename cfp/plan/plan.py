@@ -348,7 +348,7 @@ class Plan:
             PlanMismatch: the plan was loaded, and :meth:`bind` was not called.
         """
         if progress is None:
-            from cfp.view.progress import Display
+            from cfp.view.console import Display
 
             with Display() as display:
                 return self.compile_bound(display.tell)

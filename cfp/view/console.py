@@ -1,10 +1,18 @@
-"""The console, text that fits its width, and tables that lose nothing by it."""
+"""The console: text and tables that fit its width, and progress while it waits.
+
+Progress is a live line on a terminal, else a line now and then.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import io
+import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from textwrap import TextWrapper
@@ -12,10 +20,15 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from cfp.printable import columns, printable
+from cfp.context import PlannerSettings
+from cfp.devices.joining import is_follower
+from cfp.printable import clock_text, columns, printable, waiting_text
+from cfp.profiling.tasks import Progress
 
 
 def literal_console(**options: Any) -> Console:
@@ -142,3 +155,148 @@ def sheet(
         if made.rows:
             parts += [made.table(border), *map(Text, made.notes), Text()]
     return Group(*parts, *(Text(line) for line in lines if line))
+
+
+# How often to see whether a plain line is due.
+_LOOK_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class PlainLines:
+    """Schedule and text of progress lines in a log.
+
+    Attributes:
+        silent_seconds: work shorter than this prints nothing.
+        every_seconds: time between two lines about the same kind of work.
+    """
+
+    silent_seconds: float = 10.0
+    every_seconds: float = 30.0
+    _doing: str = ""
+    _shown_seconds: float = 0.0
+
+    def due(self, event: Progress | str, seconds: float) -> str | None:
+        """Returns the next line if it is due, else None.
+
+        Args:
+            seconds: time since the start.
+        """
+        doing = "measuring" if isinstance(event, Progress) else event.split(" ", 1)[0]
+        is_same = doing == self._doing
+        recent = is_same and seconds - self._shown_seconds < self.every_seconds
+        if seconds < self.silent_seconds or recent:
+            return None
+        self._doing, self._shown_seconds = doing, seconds
+        if isinstance(event, Progress):
+            event = f"measuring {progress_text(event, clock=False)}"
+        return f"cfp {clock_text(seconds)}: {event}"
+
+
+class Display:
+    """Shows events on the error stream: live on a terminal, else in plain lines.
+
+    A context manager; its `tell` takes the events.
+    """
+
+    def __init__(self, quiet: bool = False, lines: PlainLines | None = None) -> None:
+        console = literal_console(stderr=True)
+        is_terminal = console.is_terminal and not console.is_dumb_terminal
+        is_quiet = quiet or is_follower()
+        self._live: Live | None = None
+        self._lines = None if is_quiet or is_terminal else lines or PlainLines()
+        self._writer = threading.Thread(
+            target=self._write, name="cfp-progress", daemon=True
+        )
+        self._over = threading.Event()
+        self._started = time.monotonic()
+        self._spinner = Spinner("dots")
+        self._event: Progress | str = "loading and reading the step"
+        if is_terminal and not is_quiet:
+            self._live = Live(
+                console=console,
+                transient=True,
+                refresh_per_second=8,
+                get_renderable=self._render,
+                # Results go to stdout themselves, when this is over.
+                redirect_stdout=sys.stdout.isatty(),
+            )
+
+    def __enter__(self) -> Display:
+        if self._live is not None:
+            self._live.start()
+        if self._lines is not None:
+            self._writer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._live is not None:
+            self._live.stop()
+        if self._lines is not None:
+            self._writer.join()
+
+    def tell(self, event: Progress | str) -> None:
+        """Takes note of an event."""
+        self._event = event
+
+    def _write(self) -> None:
+        """Prints lines from a thread, since the longest work has no events."""
+        assert self._lines is not None
+        # A process that has joined others meanwhile is silent.
+        while not self._over.wait(_LOOK_SECONDS) and not is_follower():
+            line = self._lines.due(self._event, time.monotonic() - self._started)
+            if line is not None and sys.stderr is not None:
+                try:
+                    print(line, file=sys.stderr, flush=True)
+                except (OSError, ValueError):
+                    return  # It is not read any more.
+
+    def _render(self) -> Table:
+        event, line = self._event, Table.grid(padding=(0, 1))
+        if is_follower():
+            return line
+        clock = clock_text(time.monotonic() - self._started)
+        is_progress = isinstance(event, Progress)
+        text = progress_text(event) if is_progress else f"{event} {clock}"
+        line.add_row(self._spinner, Text(text, no_wrap=True, overflow="ellipsis"))
+        return line
+
+
+@contextlib.contextmanager
+def shown(
+    settings: PlannerSettings | None, doing: str, silence: str, quiet: bool
+) -> Iterator[PlannerSettings]:
+    """Yields settings that show progress, unless they have a callback.
+
+    Args:
+        doing: the work, for the first line of a log.
+        silence: how to silence progress, for the same line.
+    """
+    settings = settings or PlannerSettings()
+    is_refused = not isinstance(settings, PlannerSettings)  # By what plans, at once.
+    if quiet or is_refused or settings.progress is not None:
+        yield settings
+        return
+    with Display() as display:
+        if display._live is None and sys.stderr is not None:
+            print(f"cfp: {doing}. {silence}", file=sys.stderr, flush=True)
+        yield replace(settings, progress=display.tell)
+
+
+def progress_text(event: Progress, clock: bool = True) -> str:
+    """Describes an event, with the time of its phase."""
+    parts = [f"{event.done}/{event.total}"]
+    parts += [f"{event.cached} cached"] if event.cached else []
+    parts += [f"{event.failed} failed"] if event.failed else []
+    phases = {
+        "build": "compiling",
+        "run": "running",
+        "wait": "another process measures",
+    }
+    if event.awaited == 1:
+        parts.append(waiting_text(event.label, event.awaited_seconds))
+    elif event.label:
+        parts.append(f"{phases.get(event.phase, '')} {event.label}".strip())
+    parts += [f"best {event.best_ms:.3g} ms"] if math.isfinite(event.best_ms) else []
+    parts += [clock_text(event.elapsed_seconds)] if clock else []
+    return ", ".join(parts)

@@ -1,14 +1,7 @@
-"""Plans as text: in a few lines, and as tables.
+"""Plans as text, as a page of HTML and as Python; what explains and compares them.
 
-Everything stands in the plan itself, so that a saved plan prints like a fresh one.
-
-Explains a plan: how it was chosen, its blocks, and the alternatives to each.
-
-A plan as a page of HTML, whole or small: the rows of the text, with bars.
-
-Every text is escaped.
-
-The differences of two plans, as text and as plain data.
+Everything stands in the plan itself, so that a saved plan prints like a fresh one. The
+page has the rows of the text, with bars; every text in it is escaped.
 """
 
 from __future__ import annotations
@@ -28,7 +21,7 @@ from rich.console import Console, RenderableType
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import CfpError, known_names
-from cfp.plan.parts import Detail, roles_text
+from cfp.plan.parts import Detail, roles_text, shape_of
 from cfp.plan.plan import Plan
 from cfp.printable import (
     counted,
@@ -56,7 +49,7 @@ from cfp.view.rows import (
     update_texts,
     variants_rows,
 )
-from cfp.view.words import few, throughput
+from cfp.view.words import few, headline, throughput
 
 _MOST_SEGMENTS = 4  # as many as a short text has room for
 
@@ -343,3 +336,55 @@ def _spec_text(spec: Spec) -> str:
     """Writes a sharding as a PartitionSpec's entries: ``None, x``."""
     dims = ["+".join(names) or "None" for names in spec]
     return ", ".join(dims) if any(spec) else "replicated"
+
+
+def python_text(plan: Plan) -> str:
+    """Writes shardings of arguments, results and constraints, by source line."""
+    return "\n".join(_lines(plan)) + "\n"
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    yield f"# {printable(headline(plan))}"
+    yield "from jax.sharding import PartitionSpec as P"
+    yield ""
+    yield f"MESH = {dict(plan.mesh_axes)!r}"
+    if plan.options:
+        yield f"COMPILER_OPTIONS = {dict(plan.options)!r}"
+    yield ""
+    yield "# Leaves of the arguments, for in_shardings of jax.jit."
+    yield "ARGUMENTS = {"
+    host = {argument for argument, _ in plan.in_host}
+    rows = zip(
+        plan.arg_names, plan.arg_types, plan.arg_specs, plan.donated, strict=True
+    )
+    for place, (name, kind, spec, donated) in enumerate(rows):
+        more = ", donated" * donated + ", in host memory" * (place in host)
+        yield f"    {name!r}: {_code(spec, kind)},  # {kind}{more}"
+    yield "}"
+    yield ""
+    yield "# Leaves of the results, for out_shardings."
+    yield "RESULTS = ["
+    yield from (f"    {_code(spec)}," for spec in plan.output_specs)
+    yield "]"
+    yield ""
+    yield "# Values inside: jax.lax.with_sharding_constraint(value, P(...))."
+    yield "CONSTRAINTS = ["
+    for site in plan.sites:
+        count = counted(site.count, "value", "values")
+        line = f"{printable(site.source) or 'no line of the step'}, {count}"
+        yield f"    ({site.type!r}, {_code(site.spec, site.type)}),  # {line}"
+    yield "]"
+
+
+def _code(spec: Spec, kind: str | None = None) -> str:
+    """Writes a sharding as Python: ``P(None, 'x')``.
+
+    Args:
+        kind: the tensor's type; JAX may show fewer dims than the program has.
+    """
+    rank = len(spec) if kind is None else len(shape_of(kind))
+    dims = spec[:rank]
+    parts = [repr(one[0]) if len(one) == 1 else repr(one or None) for one in dims]
+    while parts and parts[-1] == "None":
+        parts.pop()
+    return f"P({', '.join(parts)})"

@@ -12,8 +12,7 @@ from cfp.cli import app
 from cfp.cli.session import analyse, open_target
 from cfp.errors import CfpError
 from cfp.targets import resolve
-from cfp.view.python import python_text
-from cfp.view.text import diff_text, explain_text, page_html
+from cfp.view.text import diff_text, explain_text, page_html, python_text
 from cfp_test.cli.cli_runner import COLUMNS, run_batch
 from cfp_test.support.checking import make_mesh
 from cfp_test.view.reported import DEEP, HOSTILE

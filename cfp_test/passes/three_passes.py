@@ -37,8 +37,8 @@ from cfp.printable import parse_bytes
 from cfp.profiling.store import store_path
 from cfp.search.requests import MeasurementRequest
 from cfp.targets import model_target
+from cfp.view.console import Display
 from cfp.view.passes import strategy_numbers
-from cfp.view.progress import Display
 from cfp.view.text import plan_text
 
 GIB = 2**30

@@ -7,7 +7,7 @@ import pytest
 import cfp
 from cfp.errors import PlanMismatch
 from cfp.profiling.hlo import collectives_in
-from cfp.view.python import python_text
+from cfp.view.text import python_text
 from cfp_test.cli.cli_runner import run_batch, run_exported
 from cfp_test.cli.toy_targets import toy
 

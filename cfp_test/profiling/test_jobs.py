@@ -13,7 +13,7 @@ from cfp.profiling import builder, jobs
 from cfp.profiling.builder import Built
 from cfp.profiling.record import ProfileKey, ProfileRecord
 from cfp.profiling.tasks import MeasureOptions, Progress, Task
-from cfp.view.progress import progress_text
+from cfp.view.console import progress_text
 from cfp_test.support.at_work import alone, at_work, leave, operation
 from cfp_test.support.waiting import GUARD_SECONDS, until
 

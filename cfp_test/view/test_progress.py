@@ -12,8 +12,8 @@ import pytest
 
 import cfp
 from cfp.profiling.tasks import Progress
-from cfp.view import progress as room
-from cfp.view.progress import Display, PlainLines, shown
+from cfp.view import console as room
+from cfp.view.console import Display, PlainLines, shown
 from cfp_test.support.waiting import until
 
 

@@ -7,7 +7,7 @@ value (a `ProfileRecord` with a status); it becomes one of these at the edge.
 
 from __future__ import annotations
 
-import sys
+import inspect
 import sysconfig
 import traceback
 import warnings
@@ -77,8 +77,8 @@ def _is_foreign(filename: str) -> bool:
 
 def warn(text: str) -> None:
     """Warns at the innermost line outside of cfp and of Python's library."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and _is_foreign(frame.f_code.co_filename):
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and _is_foreign(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
 

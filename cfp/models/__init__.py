@@ -1,7 +1,7 @@
-"""Models to plan for by name, with their train steps.
+"""Example models by name, with their train steps.
 
-Building a model needs the package's extra `models`. `build` returns a step and abstract
-arguments, which are enough for planning. `initialise` returns functions for a real run:
+Building a model needs `pip install 'cfp[models]'`. `build` returns a train step and
+abstract arguments, enough for planning. `initialise` returns functions for a real run:
 
     train_step, args = build("gpt", layers=2)
     init_fn, make_batch = initialise("gpt", layers=2)
@@ -30,7 +30,7 @@ MODELS = MappingProxyType({"gpt": GPT, "moe": MOE, "bert": BERT, "llama": LLAMA}
 
 
 def find(name: str) -> Model:
-    """Looks a model up; an unknown name raises ValueError."""
+    """Returns the model of a name; raises ValueError if the name is unknown."""
     if name not in MODELS:
         raise ValueError(f"unknown model {name!r}; known models: {', '.join(MODELS)}")
     return MODELS[name]
@@ -59,13 +59,13 @@ def build(name: str, **options: Scalar) -> tuple[TrainStep, tuple[TrainState, Ba
 def initialise(
     name: str, **options: Scalar
 ) -> tuple[Callable[[jax.Array], TrainState], Callable[[jax.Array], Batch]]:
-    """Makes the functions that give a model's first state and a random batch.
+    """Makes functions that return a model's initial state and a random batch.
 
     Args and errors are those of `build`.
 
     Returns:
-      `(init_fn, make_batch)`. Each takes a `jax.random.key` and is jitted; to have the
-      result sharded, wrap it: `jax.jit(init_fn, out_shardings=...)`.
+      `(init_fn, make_batch)`, jitted functions of a `jax.random.key`. For a sharded
+      result, wrap them: `jax.jit(init_fn, out_shardings=...)`.
     """
     model, c, optimizer = _settled(name, options)
 
@@ -80,7 +80,7 @@ def initialise(
 
 
 def logical_names(name: str, **options: Scalar) -> tuple[TrainState, Batch]:
-    """The names of the dims of a train step's arguments, for sharding it by hand.
+    """Logical dim names of a train step's arguments, for sharding it by hand.
 
     Args and errors are those of `build`.
 

@@ -1,13 +1,13 @@
-"""The layers that models share: functions of nested dicts of float32 parameters.
+"""Layers shared by the models: functions of nested dicts of float32 parameters.
 
-They compute in the type of what flows through them. Shapes use: batch, seq, hidden,
-heads, head_dim, ffn, vocab.
+Layers compute in the type of their input. Shapes use: batch, seq, hidden, heads,
+head_dim, ffn, vocab.
 
-For sharding a model by hand, every dim of a parameter has a logical name, such as embed
-or mlp, and so have the dims of activations, such as act_batch. Rules map names to axes
-of a mesh, as in MaxText. The residual stream's sequence has a name of its own: it can
-be sharded where the one inside attention and MLPs is not (Megatron's sequence
-parallelism). The planner removes the constraints of rules.
+For sharding by hand, dims of parameters and activations have logical names, such as
+embed and act_batch. Rules map names to mesh axes, as in MaxText. The residual stream's
+sequence has a name of its own, act_residual_seq: rules can shard it but not the
+sequence inside attention and MLPs (Megatron's sequence parallelism). The planner
+removes the constraints of rules.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 Axes = str | tuple[str, ...] | None
-Rules = Mapping[str, Axes]  # What is not in it stays whole.
+Rules = Mapping[str, Axes]  # Dims with other names are not sharded.
 
 TOKENS = ("act_batch", "act_seq")
 RESIDUAL = ("act_batch", "act_residual_seq", "act_embed")
 HEADS = ("act_batch", "act_seq", "act_heads", "act_head_dim")
-# Of keys and values: there may be fewer heads of them than devices.
+# For keys and values, which may have fewer heads than there are devices.
 KV_HEADS = ("act_batch", "act_seq", "act_kv_heads", "act_head_dim")
 INNER = ("act_batch", "act_seq", "act_mlp")
 LOGITS = ("act_batch", "act_seq", "act_vocab")
 
-# From query, key and value, [batch, seq, heads, head_dim] each, and whether the
-# attention is causal, to what is attended to, as the query.
+# (query, key, value, causal) -> attention of the query's shape. Arrays are [batch, seq,
+# heads, head_dim].
 AttentionKernel = Callable[[jax.Array, jax.Array, jax.Array, bool], jax.Array]
 
 _rules: ContextVar[tuple[Mesh, Rules, Any] | None] = ContextVar("rules", default=None)
@@ -53,27 +53,28 @@ def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 def sharded_by(
     mesh: Mesh, rules: Rules, only: tuple[tuple[str, ...], ...] = ()
 ) -> contextlib.AbstractContextManager[None]:
-    """Has all models that are traced meanwhile constrain their activations.
+    """Context manager: models traced inside it constrain their activations by rules.
 
     Args:
-      mesh: of axes whose shardings the compiler may choose (AxisType.Auto).
-      rules: from names to axes of the mesh.
-      only: the activations to constrain, by the names of their dims; all if empty.
+      mesh: a mesh with axes of AxisType.Auto.
+      rules: {logical name: mesh axes}.
+      only: activations to constrain, such as `RESIDUAL`; all if empty.
     """
     return _set(_rules, (mesh, rules, only))
 
 
 def attending_by(kernel: AttentionKernel) -> contextlib.AbstractContextManager[None]:
-    """Has all models that are traced meanwhile call a kernel for their attention.
+    """Context manager: models traced inside it call a kernel for their attention.
 
     Args:
-      kernel: scales by the root of head_dim; keys may have fewer heads than queries.
+      kernel: must scale scores by head_dim ** -0.5, and accept keys with fewer heads
+        than queries.
     """
     return _set(_kernel, kernel)
 
 
 def constrain(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
-    """An activation, sharded as the active rules say, if there are any."""
+    """Constrains an activation by the rules of `sharded_by`, if any are active."""
     mesh, rules, only = _rules.get() or (None, {}, ())
     if mesh is None or (only and names not in only):
         return x
@@ -82,7 +83,7 @@ def constrain(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
 
 
 def mesh_spec(names: PartitionSpec, rules: Rules) -> PartitionSpec:
-    """The sharding by rules of a tensor with named dims; an axis is used once."""
+    """Maps logical names to mesh axes; a dim whose axis is already used stays whole."""
     used: set[str] = set()
     found: list[Axes] = []
     for name in names:
@@ -101,16 +102,16 @@ RMS_EPSILON = 1e-5
 def inside(
     name: str, layer: Callable[..., Any], params: Params, *args: Any, **options: Any
 ) -> Any:
-    """Calls a layer with its parameters, in a scope of its name."""
+    """Calls a layer with params[name], in `jax.named_scope(name)`."""
     with jax.named_scope(name):
         return layer(params[name], *args, **options)
 
 
 def linear(params: Params, x: jax.Array, axes: int = 1) -> jax.Array:
-    """Multiplies the last axes of an array by a kernel, and adds its bias.
+    """Contracts the last `axes` dims with a kernel, and adds a bias if there is one.
 
     Args:
-      params: a kernel, or a dict of it and perhaps a bias.
+      params: a kernel, or a dict with "kernel" and optionally "bias".
     """
     if not isinstance(params, Mapping):
         params = {"kernel": params}
@@ -135,14 +136,14 @@ def layer_norm(params: Params, x: jax.Array) -> jax.Array:
 
 
 def rms_norm(scale: jax.Array, x: jax.Array) -> jax.Array:
-    """[hidden], [..., hidden] -> [..., hidden], normalised in float32."""
+    """RMS normalisation over the last dim, in float32; the scale is [hidden]."""
     y = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
     return (scale * y * jax.lax.rsqrt(mean_square + RMS_EPSILON)).astype(x.dtype)
 
 
 def norm(params: Params, x: jax.Array) -> jax.Array:
-    """Layer normalisation, or RMS normalisation if the parameter is a scale alone."""
+    """Layer normalisation, or RMS normalisation if `params` is an array (the scale)."""
     if isinstance(params, Mapping):
         return layer_norm(params, x)
     return rms_norm(params, x)
@@ -152,10 +153,10 @@ def embed(params: Params, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Embeddings of tokens, [batch, seq] -> [batch, seq, hidden].
 
     Args:
-      params: a table, or a dict of tables of tokens and of positions.
+      params: a table [vocab, hidden], or a dict of tables for tokens and positions.
     """
-    # Rows are looked up in float32 and cast after, so that the gradients of a token
-    # that occurs often are also added up in float32.
+    # Rows are cast after the look-up, so that gradients of frequent tokens are summed
+    # in float32.
     if isinstance(params, Mapping):
         x = inside("token", look_up, params, tokens)
         x = x + params["position"][: tokens.shape[1]]
@@ -165,24 +166,24 @@ def embed(params: Params, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def look_up(params: Params, rows: jax.Array) -> jax.Array:
-    """Rows of a table."""
+    """Rows of params["embedding"]."""
     return jnp.take(params["embedding"], rows, axis=0)
 
 
 def unembed(params: Params, x: jax.Array) -> jax.Array:
-    """Logits by the table of tokens, [batch, seq, hidden] -> [batch, seq, vocab]."""
+    """Logits by the token embedding, [batch, seq, hidden] -> [batch, seq, vocab]."""
     return constrain(x @ params["token"]["embedding"].astype(x.dtype).T, LOGITS)
 
 
 def attend(
     query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, group: str
 ) -> jax.Array:
-    """Attention of [batch, seq, heads, head_dim], written out or by a kernel.
+    """Attention of [batch, seq, heads, head_dim]: einsums, or `attending_by`'s kernel.
 
     Args:
-      causal: a token sees itself and those before it; otherwise it sees all.
-      group: "g" if keys and values may have fewer heads, each for heads / kv_heads
-        query heads in a row; else "".
+      causal: True masks the tokens after a query.
+      group: "g" for grouped-query attention: a key head serves heads / kv_heads
+        consecutive query heads. "" for as many key heads as query heads.
     """
     if kernel := _kernel.get():
         return kernel(query, key, value, causal)
@@ -213,7 +214,7 @@ def attention(
     """Computes self-attention, [batch, seq, hidden] -> [batch, seq, hidden].
 
     Args:
-      kv_names: of the dims of keys and values; KV_HEADS if they may have fewer heads.
+      kv_names: logical names of keys' and values' dims; KV_HEADS for grouped queries.
       turn: function of queries and keys, such as a rotary embedding.
     """
     query, key, value = (
@@ -228,7 +229,7 @@ def attention(
 def mlp(params: Params, x: jax.Array) -> jax.Array:
     """Two linear layers with a GELU between, [..., hidden] -> [..., hidden].
 
-    With a kernel "gate" it is gated by SiLU: Shazeer, "GLU Variants Improve
+    If `params` has "gate", the MLP is SiLU-gated: Shazeer, "GLU Variants Improve
     Transformer", 2020.
     """
     if "gate" in params:
@@ -239,14 +240,14 @@ def mlp(params: Params, x: jax.Array) -> jax.Array:
     return inside("down", linear, params, h)
 
 
-# The names of the dims of these layers' parameters.
+# Logical names of the dims of the layers' parameters.
 NORM = {"scale": "norm", "bias": "norm"}
 EMBEDDING = {"token": {"embedding": "vocab embed"}, "position": "position embed"}
 _PROJECTION = {"kernel": "embed heads head_dim", "bias": "heads head_dim"}
 ATTENTION = {
     "query": _PROJECTION,
-    # A bias of the keys shifts all scores of a query alike, which softmax takes away:
-    # its gradient is rounding noise, which Adam would blow up.
+    # No bias: it would shift all scores of a query alike, and softmax cancels that. Its
+    # gradient would be rounding noise, which Adam amplifies.
     "key": {"kernel": "embed heads head_dim"},
     "value": _PROJECTION,
     "out": {"kernel": "heads head_dim embed", "bias": "embed"},

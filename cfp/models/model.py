@@ -1,4 +1,4 @@
-"""A model: options, parameters by the names of their dims, and layers in a row or loop.
+"""`Model`: options, parameters with named dims, and layers run in a row or by `scan`.
 
 Options are declared once, for Python, the command line, and checks.
 """
@@ -31,7 +31,7 @@ Scalar = int | float | str | bool | None
 
 
 class ModelOption(NamedTuple):
-    """One option of a model; a default of None is derived from other options."""
+    """An option of a model; default None means derived from other options."""
 
     name: str
     type: type
@@ -40,7 +40,7 @@ class ModelOption(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """The option as written on a command line: `--expert-group-size`."""
+        """The command line's flag, such as `--expert-group-size`."""
         return "--" + self.name.replace("_", "-")
 
 
@@ -49,18 +49,18 @@ def _option(default: Scalar, doc: str, least: int | None = None) -> Any:
 
 
 class Config(BaseModel, frozen=True, strict=True, extra="forbid"):
-    """The shape of a model and its training, for all models.
+    """Options of all models and of training; `Model.defaults` replaces these defaults.
 
-    The defaults are GPT's; a `Model` has its own differences.
+    The defaults are GPT's.
     """
 
     vocab: int = _option(51200, "tokens in the vocabulary", least=2)
     seq: PositiveInt = _option(1024, "tokens in a sequence")
     hidden: PositiveInt = _option(1024, "width of the residual stream")
-    layers: PositiveInt = _option(4, "layers; in a mixture every second has experts")
+    layers: PositiveInt = _option(4, "layers; in `moe` every second has experts")
     heads: PositiveInt = _option(16, "attention heads; they divide hidden")
     ffn: PositiveInt | None = _option(None, "width inside the MLP and each expert")
-    dtype: Literal["float32", "bfloat16"] = _option("bfloat16", "what is computed in")
+    dtype: Literal["float32", "bfloat16"] = _option("bfloat16", "type of activations")
     scan: bool = _option(False, "run the layers in a loop, with stacked parameters")
     remat: bool = _option(False, "rematerialize each layer in the backward pass")
 
@@ -74,7 +74,7 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid"):
     )
 
     batch: PositiveInt = _option(16, "sequences in a batch")
-    microbatches: PositiveInt = _option(1, "parts of a batch in a row; divide batch")
+    microbatches: PositiveInt = _option(1, "sequential parts of a batch; divide batch")
     learning_rate: PositiveFloat = _option(3e-4, "AdamW's learning rate")
 
     @model_validator(mode="after")
@@ -101,9 +101,9 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid"):
 
 
 INIT_STDDEV = 0.02
-# From a layer's parameters and its input to its output, and a penalty or None.
+# (layer's parameters, input) -> output, and a penalty or None.
 Layer = Callable[[Params, jax.Array], tuple[jax.Array, jax.Array | None]]
-# Options that only models have whose defaults name them.
+# Options of single models: a model has them if its `defaults` name them.
 _OWN = ("tied", "experts", "expert_group_size", "kv_heads")
 
 
@@ -112,15 +112,15 @@ class Model:
     """A model that can be built by name.
 
     Attributes:
-      ends: parameters outside of layers, as a tree of their dims' logical names: text
-        with spaces.
-      layers: the same for a round of layers, which repeats, by names in a loop.
-      apply: (configuration, parameters, batch) -> logits [batch, seq, vocab], and a
-        penalty [] that the loss adds to their cross-entropy.
-      defaults: values that differ from `Config`'s, and values of own options.
-      random_batch: function of a key, sequences, their length, and the vocabulary.
-      ffn: default width inside the MLPs, from the width of the residual stream.
-      refusal: reason why a configuration's options do not fit together, or "".
+      ends: parameters outside of layers, as a tree; a leaf has the logical names of the
+        parameter's dims, such as "embed vocab".
+      layers: the same for each layer of a round, by name; the round repeats.
+      apply: function (config, params, batch) -> logits [batch, seq, vocab], and a
+        penalty [] that is added to the loss.
+      defaults: defaults that differ from `Config`'s, and the own options' defaults.
+      random_batch: function of a key, batch, seq and vocab.
+      ffn: function from `hidden` to the default width inside the MLPs.
+      refusal: function from a config to the reason why its options conflict, or "".
     """
 
     doc: str
@@ -134,7 +134,7 @@ class Model:
 
     @property
     def options(self) -> tuple[ModelOption, ...]:
-        """All options, the model's own and those of training."""
+        """All options of the model and its training, with the model's defaults."""
         found = []
         for name, one in Config.model_fields.items():
             if name in self.defaults or name not in _OWN:
@@ -144,7 +144,7 @@ class Model:
         return tuple(found)
 
     def config(self, **options: Scalar) -> Config:
-        """The configuration with these options.
+        """Makes a checked configuration.
 
         Raises:
           ValueError: an option is unknown, or the options do not fit together.
@@ -168,7 +168,7 @@ class Model:
         return config
 
     def param_names(self, config: Config) -> Params:
-        """The logical names of the parameters' dims: a tree like the parameters."""
+        """Logical dim names, a PartitionSpec for each parameter in a tree like them."""
         ends = {k: v for k, v in self.ends.items() if k != "head" or not config.tied}
         layers = _in_turn(config, self.layers)
         if config.scan:
@@ -178,7 +178,7 @@ class Model:
         return jax.tree.map(lambda text: PartitionSpec(*text.split()), ends | layers)
 
     def init(self, config: Config, key: jax.Array) -> Params:
-        """Draws all parameters: scales are one, biases zero."""
+        """Initial parameters, float32: scales 1, biases 0, others normal (0.02)."""
         c = config
         sizes = {"vocab": c.vocab, "position": c.seq, "type": 2, "heads": c.heads}
         sizes |= dict.fromkeys(("embed", "head_embed", "norm"), c.hidden)
@@ -204,18 +204,18 @@ class Model:
 def run_layers(
     config: Config, params: Params, x: jax.Array, layers: Mapping[str, Layer]
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs as many layers as a configuration says, in a loop if it says so.
+    """Runs `config.layers` layers, by `lax.scan` if `config.scan`.
 
     Args:
-      params: of the model.
-      layers: a round of them, by their names in a loop.
+      params: all parameters of the model.
+      layers: functions of one round of layers, by the names in `Model.layers`.
 
     Returns:
-      The output of the last, and the sum of all penalties.
+      The last layer's output, and the sum of all penalties.
     """
     if config.remat:
-        # A loop's backward pass is another loop: the compiler cannot find that what is
-        # computed there was computed before. Elsewhere a barrier has to prevent it.
+        # Without a scan, a barrier must keep the compiler from merging recomputed
+        # values with the first ones (CSE). A scan's backward pass is a loop of its own.
         layers = {
             name: jax.checkpoint(layer, prevent_cse=not config.scan)
             for name, layer in layers.items()
@@ -240,6 +240,6 @@ def run_layers(
 
 
 def _in_turn(config: Config, layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers by their names outside of a loop."""
+    """A round's layers repeated to `config.layers`, named "layer_0" and so on."""
     in_turn = zip(range(config.layers), itertools.cycle(layers.values()), strict=False)
     return {f"layer_{i}": layer for i, layer in in_turn}

@@ -1,11 +1,11 @@
 """GShard's mixture of experts: every second decoder layer routes its tokens.
 
 Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and
-Automatic Sharding", 2020. Each token goes to the two experts that its gate likes best,
-unless they are full; the second expert is chosen without a draw.
+Automatic Sharding", 2020. A token goes to the two experts with the largest gate
+probabilities, unless they are full. GShard draws the second at random; this does not.
 
-Shapes use: groups (of tokens), group (tokens in one), experts, capacity (seats that an
-expert has for one group: as many as an even load takes), hidden, ffn.
+Shapes use: groups, group (tokens in a group), experts, capacity (an expert's seats for
+a group, 2 * group / experts rounded up), hidden, ffn.
 """
 
 from functools import partial
@@ -21,8 +21,8 @@ from cfp.models.transformers import ENDS, LAYER, Out, decode, decoder_layer
 
 BALANCE_WEIGHT = 0.01
 
-# Names of the dims of tokens in groups; of tokens with seats, still where their groups
-# are; of the same where their experts are; and of what is inside an expert.
+# Dim names of tokens in groups; of seated tokens sharded by group; of seated tokens
+# sharded by expert; of activations inside experts.
 _GROUPS = ("act_groups", "act_group", "act_embed")
 _LEAVING = (None, "act_groups", "act_capacity", "act_embed")
 _SEATED = ("act_experts", "act_expert_groups", "act_capacity", "act_embed")
@@ -30,10 +30,13 @@ _INNER = ("act_experts", "act_expert_groups", "act_capacity", "act_mlp")
 
 
 class Routing(NamedTuple):
-    """Seats of tokens and their weights, [groups, group, experts, capacity].
+    """Routing of tokens to experts.
 
-    A token's weights add up to 1, less those of the experts without a seat for it. The
-    balance, [], is 1 if load and gates are even, and more otherwise.
+    Attributes:
+      dispatch: [groups, group, experts, capacity], 1 at a token's seats.
+      combine: the seats' weights. A token's weights sum to 1, less those of full
+        experts.
+      balance: [], 1 if load and gates are even, more otherwise.
     """
 
     dispatch: jax.Array
@@ -42,10 +45,9 @@ class Routing(NamedTuple):
 
 
 def route_top2(gates: jax.Array, capacity: int) -> Routing:
-    """Seats each token at its two best experts, in the order of the tokens.
+    """Gives each token seats at its two most probable experts, in token order.
 
-    All first choices are seated before any second choice. A choice without a seat adds
-    nothing to the token.
+    All first choices are seated before any second choice. A full expert adds nothing.
 
     Args:
       gates: [groups, group, experts], each token's probabilities.
@@ -76,17 +78,13 @@ def route_top2(gates: jax.Array, capacity: int) -> Routing:
 
 
 def expert_linear(params: Params, x: jax.Array) -> jax.Array:
-    """A linear layer per expert, in one contraction batched over the experts.
-
-    Args:
-      x: [experts, groups, capacity, in], to [..., features].
-    """
+    """A linear layer per expert, [experts, groups, capacity, in] -> [..., out]."""
     y = jnp.einsum("egci,eio->egco", x, params["kernel"].astype(x.dtype))
     return y + params["bias"].astype(x.dtype)[:, None, None, :]
 
 
 def expert_layer(params: Params, x: jax.Array, config: Config) -> Out:
-    """A routed MLP, [batch, seq, hidden] -> the same, and a penalty for uneven load."""
+    """Routed MLPs, [batch, seq, hidden] -> the same shape, and a balance penalty []."""
     group, dtype = config.expert_group_size, x.dtype
     tokens = constrain(x.reshape(-1, group, x.shape[-1]), _GROUPS)
     logits = inside("gate", linear, params, tokens.astype(jnp.float32))
@@ -122,7 +120,7 @@ MOE = Model(
         "expert": {
             **LAYER,
             "moe": {
-                # Its experts have a name of their own: it is too small to be sharded.
+                # A name of its own keeps rules for "experts" off this small kernel.
                 "gate": {"kernel": "embed gate_experts"},
                 "expert_up": {"kernel": "experts embed mlp", "bias": "experts mlp"},
                 "expert_down": {"kernel": "experts mlp embed", "bias": "experts embed"},

@@ -21,8 +21,8 @@ class TrainState(NamedTuple):
 
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
-# From parameters and a batch to logits [batch, seq, vocab], and a penalty [] that the
-# loss adds to their cross-entropy.
+# (parameters, batch) -> logits [batch, seq, vocab], and a penalty [] that is added to
+# the loss.
 Apply = Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
 
 
@@ -34,7 +34,8 @@ def cross_entropy(
     Args:
       logits: [batch, seq, vocab].
       labels: [batch, seq] int32.
-      mask: [batch, seq] of 0 and 1, float32: the positions that count; all by default.
+      mask: [batch, seq] float32, 1 for positions that count and 0 for others; by
+        default all count.
     """
     logits = logits.astype(jnp.float32)
     # A comparison and a sum, instead of a gather, let vocab stay sharded.
@@ -47,21 +48,20 @@ def cross_entropy(
 
 
 def make_train_step(apply: Apply, optimizer: Any, microbatches: int = 1) -> TrainStep:
-    """Makes the step that trains a network with an optimizer of optax.
+    """Makes a train step from a network and an optax optimizer.
 
-    The loss is the cross-entropy, over the positions of the batch's "mask" if it has
-    one, plus the network's penalty.
+    The loss is the cross-entropy plus the network's penalty. If the batch has a "mask",
+    only its positions count.
 
-    With microbatches, parts of the batch run one after another in a loop, and their
-    gradients are summed: only one part's activations are kept at a time. Loss and
-    gradients are those of the whole batch if each sequence goes through the network
-    alone, and the penalty is a mean over sequences.
+    With microbatches, a loop runs parts of the batch and sums their gradients, so only
+    one part's activations are kept. Loss and gradients equal the whole batch's if
+    sequences do not interact and the penalty is a mean over sequences.
     """
 
     def loss_fn(
         params: Any, batch: Batch, share: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the addends of a part of the batch to loss and entropy."""
+        """A part's contributions to loss and cross-entropy; `share` is its weight."""
         logits, penalty = apply(params, batch)
         entropy = cross_entropy(logits, batch["labels"], batch.get("mask"))
         if share is None:
@@ -81,7 +81,7 @@ def make_train_step(apply: Apply, optimizer: Any, microbatches: int = 1) -> Trai
     def train_step(
         state: TrainState, batch: Batch
     ) -> tuple[TrainState, dict[str, Any]]:
-        """One update. Tokens and labels of the batch are [batch, seq] int32."""
+        """One update; the batch's tokens and labels are [batch, seq] int32."""
         whole = accumulate if microbatches > 1 else gradient
         (loss, entropy), grads = whole(state.params, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -93,9 +93,9 @@ def make_train_step(apply: Apply, optimizer: Any, microbatches: int = 1) -> Trai
 
 
 def _split(batch: Batch, parts: int) -> tuple[Batch, jax.Array]:
-    """A batch in parts, stacked on a new dim 0, and what each weighs in the mean."""
-    # Every parts-th sequence, not runs of neighbours: a batch that is sharded over
-    # devices stays where it is, each device having its share of every part.
+    """The batch's parts, stacked on a new dim 0, and their weights in the mean loss."""
+    # A part takes every parts-th sequence. So each device of a batch sharded over
+    # devices holds a share of every part, and no sequence moves.
     split = {
         key: leaf.reshape(-1, parts, *leaf.shape[1:]).swapaxes(0, 1)
         for key, leaf in batch.items()
@@ -107,6 +107,6 @@ def _split(batch: Batch, parts: int) -> tuple[Batch, jax.Array]:
 
 
 def random_text(key: jax.Array, batch: int, seq: int, vocab: int) -> Batch:
-    """Random tokens, each labelled with the one after it; both [batch, seq] int32."""
+    """Random tokens, and the next tokens as labels, both [batch, seq] int32."""
     text = jax.random.randint(key, (batch, seq + 1), 0, vocab, dtype=jnp.int32)
     return {"tokens": text[:, :-1], "labels": text[:, 1:]}

@@ -1,8 +1,8 @@
 """GPT, BERT and LLaMA 2.
 
 - GPT: pre-LN decoder layers (Radford et al., 2019).
-- BERT: post-LN encoder layers that fill in masked tokens (Devlin et al., 2019; of its
-  two tasks, masked language modelling). The last token stands for [MASK].
+- BERT: post-LN encoder layers, trained by masked language modelling only (Devlin et
+  al., 2019). The vocabulary's last token is [MASK].
 - LLaMA 2: rotary positions, grouped-query attention, gated MLPs (Touvron et al., 2023).
 """
 
@@ -52,7 +52,7 @@ def decoder_layer(
     second: str = "feed_forward_norm",
     feed_forward: Layer = lambda params, x: (inside("mlp", mlp, params, x), None),
 ) -> tuple[jax.Array, jax.Array | None]:
-    """A pre-norm decoder layer: attention, then a feed-forward layer."""
+    """A pre-norm decoder layer; `second` names the norm before the feed-forward."""
     h = inside("attention_norm", norm, params, x)
     x = constrain(x + inside("attention", attend, params, h), RESIDUAL)
     y, penalty = feed_forward(params, inside(second, norm, params, x))
@@ -62,7 +62,7 @@ def decoder_layer(
 def decode(
     config: Config, params: Params, batch: Batch, layers: Mapping[str, Layer]
 ) -> Out:
-    """Logits of the tokens that follow, and the layers' penalties."""
+    """Logits of each next token [batch, seq, vocab], and the sum of penalties []."""
     x = inside("embedding", embed, params, batch["tokens"], config.dtype)
     x, penalty = run_layers(config, params, x, layers)
     x = inside("final_norm", norm, params, x)
@@ -86,7 +86,7 @@ MASKED_SHARE = 0.15
 
 
 def encoder_layer(params: Params, x: jax.Array) -> tuple[jax.Array, None]:
-    """A post-LN encoder layer: each half is added to its input, then normalised."""
+    """A post-LN encoder layer: a norm follows each residual sum."""
     y = inside("attention", attention, params, x, causal=False)
     x = constrain(x + y, RESIDUAL)
     x = inside("attention_norm", layer_norm, params, x)
@@ -96,7 +96,7 @@ def encoder_layer(params: Params, x: jax.Array) -> tuple[jax.Array, None]:
 
 @jax.named_scope("BERT")
 def _bert(config: Config, params: Params, batch: Batch) -> Out:
-    """Computes logits of the original tokens at all places."""
+    """Logits of the original tokens at all positions."""
     x = inside("embedding", embed, params, batch["tokens"], config.dtype)
     x = x + inside("type_embedding", look_up, params, batch["types"]).astype(x.dtype)
     x = inside("embedding_norm", layer_norm, params, x)
@@ -109,11 +109,11 @@ def _bert(config: Config, params: Params, batch: Batch) -> Out:
 
 
 def random_cloze(key: jax.Array, batch: int, seq: int, vocab: int) -> Batch:
-    """Random text with gaps; all arrays are [batch, seq].
+    """Random text with masked tokens.
 
     Returns:
-      labels, the text; mask, float32, 1 where the text is hidden; tokens, the text with
-      [MASK] there; types, 0 in the first half and 1 in the second.
+      Arrays [batch, seq]: "labels", the text; "mask", float32, 1 at masked positions;
+      "tokens", the text with [MASK]; "types", 0 in the first half, 1 in the second.
     """
     text_key, mask_key = jax.random.split(key)
     mask_token = vocab - 1
@@ -135,7 +135,7 @@ BERT = Model(
         "embedding": EMBEDDING,
         "type_embedding": {"embedding": "type embed"},
         "embedding_norm": NORM,
-        # A square kernel: only one of its dims can have the name.
+        # A square kernel: a mesh axis can shard only one dim, so the names differ.
         "head_dense": {"kernel": "embed head_embed", "bias": "head_embed"},
         "head_norm": NORM,
         "head_bias": "vocab",
@@ -156,14 +156,14 @@ FFN_MULTIPLE = 256
 
 
 def gated_ffn(hidden: int) -> int:
-    """With three kernels instead of two, about as many parameters as 4 * hidden."""
+    """Width 8 / 3 * hidden: a gated MLP has three kernels, for two at 4 * hidden."""
     return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Turns each pair of numbers by an angle in proportion to its position.
+    """Rotary embedding: rotates pairs of features by angles proportional to position.
 
-    A number of the first half of head_dim is paired with its like in the second half.
+    Feature i of head_dim is paired with feature i + head_dim / 2.
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
 
     Args:

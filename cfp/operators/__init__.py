@@ -1,12 +1,12 @@
-"""Operators that models are made of, each with all implementations of it.
+"""Operators that models are made of, each with several implementations.
 
     from cfp.operators import gpt_attention, layer_norm
 
-    y = layer_norm(x, scale, bias)  # The first implementation that takes them.
+    y = layer_norm(x, scale, bias)  # By the first implementation that accepts these.
     y = gpt_attention(q, k, v, implementation="cudnn")
 
-Put into a model that is there already: `cfp.operators.inject`. All of them:
-``python -m cfp.operators --list``.
+`cfp.operators.inject` puts operators into an existing model. ``python -m cfp.operators
+--list`` lists all operators.
 """
 
 from typing import TYPE_CHECKING
@@ -35,13 +35,13 @@ def find(name: str) -> Operator:
 
 
 def matching(words: str) -> list[Operator]:
-    """The operators that have one of some words in their names.
+    """Lists operators whose names contain one of the words.
 
     Args:
-        words: with commas between them; empty for all.
+        words: comma-separated; "" selects all operators.
 
     Raises:
-        CfpError: a word is in no name.
+        CfpError: no operator's name contains a word.
     """
     wanted = [word.strip() for word in words.split(",") if word.strip()]
     for word in wanted:

@@ -1,12 +1,12 @@
-"""Checks and times implementations, one row for each at each shape and type.
+"""Checks and times each implementation of operators at each shape and type.
 
-An implementation with wrong results is not timed. One that refuses the arguments or the
-device, fails, needs too much memory or was not reached in time has a row with its
-reason.
+Each (implementation, shape, type) gives a row. An implementation with wrong results is
+not timed. The row has a reason if the implementation refused, failed, lacked memory or
+was not reached in time.
 
-Rows have a lower bound of time: contractions at the device's peak, and each byte of the
-arguments, the cotangent and the results moved once. Causal attention counts half, and a
-backward pass has twice the contractions of the forward pass.
+Times are compared with a lower bound: contractions at the device's peak, and each byte
+of arguments, cotangent and results moved once. Causal attention counts half. A backward
+pass has twice the contractions of the forward pass.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from cfp.profiling.timing import ON_CPUS, measure
 
 MEASURED, WRONG, FAILED = "measured", "incorrect", "failed"
 REFUSED, NO_MEMORY, NO_TIME = "refused", "no memory", "not reached"
-# For GPUs as well: an operator is as short as a launch.
+# GPUs use the CPU's settings too, since an operator is as short as a kernel launch.
 TIMING = replace(
     ON_CPUS,
     warmup_seconds=0.05,
@@ -53,13 +53,13 @@ TIMING = replace(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """Times of one pass, forward or forward and backward.
+    """Measurements of one program, forward or forward and backward.
 
     Attributes:
-        compile_seconds: tracing, lowering and compiling.
-        temp_bytes: the most that the program holds besides arguments and results.
-        roofline_percent: the shortest time that the device's specification allows, as
-            a part of the median; None for devices without one.
+        compile_seconds: time of tracing, lowering and compiling.
+        temp_bytes: temporary memory of the compiled program; None if unknown.
+        roofline_percent: lower bound of time (`bound_ms`) as a percentage of the
+            median; None for devices without a specification.
     """
 
     samples_ms: tuple[float, ...]
@@ -74,11 +74,11 @@ class Row:
     """One implementation at one shape and type.
 
     Attributes:
-        state: `MEASURED`, or a kind of reason against it.
-        reason: reason without a measurement; "" with one.
+        state: `MEASURED`, or the kind of failure (`WRONG`, `REFUSED` and so on).
+        reason: why the implementation was not measured; "" if it was.
         detail: traceback of a failure.
-        errors: relative differences to the oracle, by name; None for NaN.
-        passes: by "forward" and "both".
+        errors: relative differences to the oracle by result; None if not finite.
+        passes: measurements by "forward" and "both" (forward and backward).
     """
 
     operator: str
@@ -104,15 +104,15 @@ def run(
 
     Args:
         forward_only: True leaves out the backward pass.
-        seconds: time after which no implementation begins.
+        seconds: time limit; rows of later implementations are `NO_TIME`.
 
     Yields:
-        A row for each implementation, at once.
+        A row as soon as its implementation is measured.
     """
     end = time.perf_counter() + seconds
     for shape, dtype, operator in product(shapes, dtypes, operators):
         case = _Case(operator, shape, dtype, not forward_only)
-        # Arguments and the oracle's results are made for the first that is measured.
+        # Cached: arguments and the oracle's results serve all implementations.
         begin = cache(case.begin)
         for name in operator.implementations:
             row = Row(
@@ -138,20 +138,20 @@ class _Case:
     backward: bool
 
     def begin(self) -> tuple[Any, Any]:
-        """Arguments with the cotangent, and the oracle's results on the host."""
+        """Returns (arguments, cotangent), and the oracle's results on the host."""
         args = sample(self.operator, self.shape, self.dtype)
         oracle = oracle_program(self.operator, backward=self.backward)
         return args, jax.device_get(jax.jit(oracle)(*args))
 
     def measured(self, row: Row, begin: Callable[[], Any]) -> Row:
-        """The row of an implementation that was checked, and timed if it is right."""
+        """Completes an implementation's row: checks its results, then times it."""
         call = self.operator.implementations[row.implementation]
         try:
             case = self.operator, row.implementation, self.shape, self.dtype
             if reason := refusal(*case):
                 return replace(row, state=REFUSED, reason=reason)
             return self._examined(row, call, *begin())
-        except Exception as error:  # Whatever a library raises is its row's reason.
+        except Exception as error:  # Any error of a library becomes the row's reason.
             return replace(
                 row,
                 state=NO_MEMORY if is_out_of_memory(error) else FAILED,
@@ -213,7 +213,7 @@ def bound_ms(
     *,
     backward: bool,
 ) -> float:
-    """The shortest time that a device's specification allows."""
+    """Lower bound of time, ms, by a device's specified FLOP/s and bandwidth."""
     flops = operator.flops(shape.dims) * (3 if backward else 1)
     args = abstract(operator, shape, dtype)
     moved = sum(map(_bytes, args)) + _bytes(output(operator, args))

@@ -1,8 +1,8 @@
-"""Shapes and arguments that operators are tried at, and comparison with the oracle.
+"""Shapes and random arguments to test operators with, and comparison with the oracle.
 
-The oracle is the plain formula in float32, of the same arguments. Relative differences
-are compared: of norms, and of the largest element, which finds a single wrong row.
-Gradients are taken of a random cotangent, so that no sum hides an error.
+The oracle is the plain formula in float32, with the same arguments. Two relative
+differences are limited: of norms, and of the largest element. The second finds a single
+wrong row. Gradients are for a random cotangent, so that no sum hides an error.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ EXPERTS = 8
 # TF32, which has a mantissa of ten bits.
 LIMITS = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}
 TF32_LIMIT = 3e-3
-# The largest difference, as a part of the largest element, may be this much more.
+# Limits of the largest difference, relative to the largest element, are 4 times these.
 _LARGEST = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The sizes that a model has; written as five numbers with commas between them."""
+    """Sizes of a model; its text is ``batch,seq,hidden,heads,vocab``."""
 
     batch: int
     seq: int
@@ -44,7 +44,8 @@ class Shape:
         """Reads ``batch,seq,hidden,heads,vocab``.
 
         Raises:
-            CfpError: it is no shape.
+            CfpError: the text is not five positive integers, or heads do not divide
+                hidden.
         """
         try:
             numbers = [int(word) for word in text.strip("() ").split(",")]
@@ -63,7 +64,7 @@ class Shape:
 
     @property
     def dims(self) -> dict[str, int]:
-        """Sizes by the names that operators give their dims."""
+        """Sizes by the dim names in `Argument.dims`."""
         tokens = self.batch * self.seq
         return {
             "b": self.batch,
@@ -81,7 +82,7 @@ class Shape:
         }
 
     def of(self, argument: Argument) -> tuple[int, ...]:
-        """The sizes of an argument's dims."""
+        """An argument's shape; the star becomes two dims, batch and seq."""
         dims = argument.dims.replace("*", "b s").split()
         return tuple(int(dim) if dim.isdigit() else self.dims[dim] for dim in dims)
 
@@ -98,7 +99,7 @@ def abstract(
 
 
 def refusal(operator: Operator, name: str, shape: Shape, dtype: str) -> str:
-    """The reason why an implementation does not take a case; empty if it does."""
+    """Reason why an implementation refuses this shape and type; "" if it accepts."""
     call = partial(operator.implementations[name], **operator.options)
     try:
         jax.eval_shape(call, *abstract(operator, shape, dtype))
@@ -148,7 +149,7 @@ Program = Callable[..., dict[str, Array]]
 def program(
     operator: Operator, call: Callable[..., Array], *, backward: bool = True
 ) -> Program:
-    """A function of arguments and cotangent to output and gradients, by name."""
+    """Function (args, cotangent) -> {"output": result, float argument: gradient}."""
     places = [i for i, one in enumerate(operator.arguments) if one.kind == "float"]
 
     def run(args: Sequence[Array], cotangent: Array) -> dict[str, Array]:
@@ -170,7 +171,7 @@ def program(
 
 
 def oracle_program(operator: Operator, *, backward: bool = True) -> Program:
-    """The oracle as a function like the others; its arguments become float32."""
+    """The oracle's function like `program`'s, with float arguments cast to float32."""
     inner = program(operator, operator.oracle, backward=backward)
 
     def run(args: Sequence[Array], cotangent: Array) -> dict[str, Array]:
@@ -185,28 +186,28 @@ def oracle_program(operator: Operator, *, backward: bool = True) -> Program:
 
 
 def limit_of(dtype: str, platform: str) -> float:
-    """The limit of relative differences of norms."""
+    """Largest allowed relative difference of norms for a type on a platform."""
     return TF32_LIMIT if dtype == "float32" and platform == "gpu" else LIMITS[dtype]
 
 
 def compare(
     found: Mapping[str, Array], right: Mapping[str, Array], limit: float
 ) -> tuple[dict[str, float], str]:
-    """Compares the results of an implementation with those of the oracle.
+    """Compares the results `found` of an implementation with the oracle's, `right`.
 
     Args:
-        limit: of relative differences of norms; the largest single difference may be
-            four times this share of the largest element.
+        limit: largest allowed relative difference of norms. A single element may differ
+            by four times the limit, relative to the largest element.
 
     Returns:
-        Relative differences of norms by name, and a text about differences that are too
-        large or NaN; "" without any.
+        Relative differences of norms by name, and a message about results that exceed a
+        limit or are NaN ("" if all are right).
     """
     errors, wrong = {}, []
     for name, value in found.items():
         other = np.asarray(right[name])
         off = np.asarray(value).astype(np.float32) - other
-        # If all should be zero, the difference itself counts.
+        # If the oracle's result is all zero, the differences are absolute.
         error = float(np.linalg.norm(off) / (np.linalg.norm(other) or 1.0))
         largest = float(np.abs(off).max() / (np.abs(other).max() or 1.0))
         errors[name] = error

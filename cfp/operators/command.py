@@ -35,14 +35,14 @@ _PACKAGES = (
     *("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
 )
 
-# Of a BERT-large or GPT-2 medium, and of a wide model with short and long sequences.
+# GPT-2 medium (as BERT-large), and a wide model with short and long sequences.
 SHAPES = ("8,1024,1024,16,50257", "16,512,8192,64,50264", "4,2048,8192,64,50264")
-# What a CPU is asked for, to see the command work.
+# Small default on CPUs, to try the command.
 CPU_SHAPES = ("2,128,128,4,1024",)
 
 
 def environment() -> dict[str, Any]:
-    """Returns platform, device, memory, commit, Python and versions of packages."""
+    """Describes device, commit, Python and packages; None for unknown values."""
     device = jax.devices()[0]
     installed = {one.name: one.version for one in metadata.distributions()}
     root = Path(__file__).parents[2]
@@ -72,7 +72,7 @@ def print_environment(found: Mapping[str, Any], console: Console) -> None:
 
 
 def print_list(operators: Sequence[Operator], console: Console) -> None:
-    """Prints operators and their implementations, with reasons for missing ones."""
+    """Prints operators and implementations, with "yes" or the reason of a refusal."""
     table = _table("operator", "implementation", "here", "what it computes")
     shape = Shape.parse(CPU_SHAPES[0])
     for operator in operators:
@@ -91,7 +91,7 @@ def print_results(
     *,
     verbose: bool = False,
 ) -> None:
-    """Prints tables of all measurements, and reasons for missing ones."""
+    """Prints measurements, reasons for missing ones, and (`verbose`) tracebacks."""
     for operator in operators:
         for name in _PASSES:
             own = [r for r in rows if r.operator == operator.name and name in r.passes]
@@ -115,11 +115,11 @@ def print_results(
             console.print(f"{row.operator} by {row.implementation} at {row.shape}:")
             console.print(row.detail)
     if not verbose and any(row.state == FAILED for row in rest):
-        console.print("--verbose prints the whole messages of what failed.")
+        console.print("--verbose prints the tracebacks of failures.")
 
 
 def _figures(rows: Sequence[Row], name: str) -> Table:
-    """The figures of a pass of an operator, a column for each implementation."""
+    """Table of one operator and pass (`name`), a column for each implementation."""
     names = list(dict.fromkeys(row.implementation for row in rows))
     table = _table("shape", "type", "", *names)
     for shape, dtype in dict.fromkeys((row.shape, row.dtype) for row in rows):
@@ -154,10 +154,10 @@ def _table(*headings: str) -> Table:
 
 
 def write(file: Path, environment: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Writes a file in one go, so that an interrupted run leaves a whole one.
+    """Writes environment and rows as JSON, atomically: never half a file.
 
     Raises:
-        CfpError: it cannot be written.
+        CfpError: the file cannot be written.
     """
     data = {"environment": dict(environment), "rows": [asdict(row) for row in rows]}
     part = file.with_name(file.name + ".part")
@@ -173,11 +173,11 @@ def _case(row: Row) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Measures operators.
+    """Runs the command with its arguments `words`.
 
     Returns:
-        0; 1 if an implementation computes something else than the oracle; 2 for wrong
-        use; 130 after Ctrl-C.
+        Exit code: 0; 1 if an implementation's results are wrong; 2 for wrong use; 130
+        after Ctrl-C.
     """
     try:
         return _run(_parser().parse_args(words))
@@ -221,7 +221,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _tell(row: Row) -> None:
-    """Prints a line about a new result on the error stream."""
+    """Prints a row's result on the error stream."""
     found = f"{row.state}: {row.reason}"
     if row.state == MEASURED:
         times = ", ".join(f"{n} {p.median_ms:.3f} ms" for n, p in row.passes.items())
@@ -231,10 +231,10 @@ def _tell(row: Row) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors of use are as those of the other commands."""
+    """Argument parser that raises CfpError, as the other commands do."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises what argparse would print with its usage."""
+        """Raises argparse's message as CfpError."""
         said = f"{message[0].upper()}{message[1:]}."
         raise CfpError(f"{said} {self.prog} --help lists all options.")
 
@@ -243,8 +243,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="cfp operators",
         description="Checks all implementations of the operators that models are made "
-        "of against a float32 oracle, outputs and gradients, and times those that are "
-        "right. The exit code is 1 if one is wrong.",
+        "of against a float32 oracle, outputs and gradients, and times the right ones. "
+        "The exit code is 1 if an implementation is wrong.",
     )
 
     def add(name: str, text: str, metavar: str = "", **how: Any) -> None:
@@ -254,12 +254,12 @@ def _parser() -> argparse.ArgumentParser:
     words = "operators with one of these words in their names"
     add("--only-run", words, "A,B", default="")
     add("--forward-only", "without the backward pass")
-    add("--verbose", "whole messages of what failed")
-    add("--list", "list what there is, and measure nothing")
-    add("--json", "write results here as they come", "FILE", type=Path)
+    add("--verbose", "print tracebacks of failures")
+    add("--list", "list operators and implementations, and measure nothing")
+    add("--json", "write results here after each measurement", "FILE", type=Path)
     sizes = "batch, tokens, hidden, heads, vocabulary; default on GPUs: "
     add("--shapes", sizes + " ".join(SHAPES), "B,S,H,N,V", nargs="+")
     types = "float32, bfloat16, float16 (default: %(default)s)"
     add("--dtypes", types, "A,B", default="bfloat16")
-    add("--seconds", "begin no implementation after so many seconds", "S", type=float)
+    add("--seconds", "start no implementation after S seconds", "S", type=float)
     return parser

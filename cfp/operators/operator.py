@@ -1,14 +1,15 @@
-"""Operators: their arguments, oracles, and the functions of libraries.
+"""Operators (such as layer norm), their implementations and their oracles.
 
-An operator is called like a function. It checks its arguments against its named dims,
-and takes the given implementation, or the first that does not refuse them. If all
-refuse, one message has each reason.
+An operator is called like a function. It checks the shapes of its arguments, and then
+calls the given implementation, or the first that accepts the arguments. If every
+implementation refuses, the error lists each reason.
 
-Formulas of operators: plain ones, which are the oracles, and those of libraries.
+An implementation is a function of arrays: a plain formula, or a call of a library. An
+oracle is the plain formula that others are compared with.
 
-Statistics and softmaxes are computed in float32, whatever the arguments are. Queries,
-keys and values are [batch, tokens, heads, head_dim]. A function raises `Refused` for
-arguments or options that it does not take.
+Statistics and softmaxes are computed in float32 for arguments of any type. Queries,
+keys and values are [batch, tokens, heads, head_dim]. An implementation raises `Refused`
+for arguments or options that it does not support.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from cfp.errors import CfpError, known_names
 
 
 class Refused(Exception):
-    """Arguments, a device or a part of a model that an implementation does not take."""
+    """Error: an implementation does not support the arguments, device or module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,13 @@ class Argument:
 
     Attributes:
         dims: names of its dims, such as "* h"; the star stands for any leading dims.
-        kind: "float", or random integers: "below" (0 up to the dim `below`), "lengths"
-            (1 up to the dim `below`), "groups" (sizes that add up to the dim `below`)
-            or "key" (two words of a random key).
+        kind: values of random samples. "float" is normal. The others are integers:
+            "below" (from 0, less than the dim `below`), "lengths" (1 to the dim
+            `below`), "groups" (sizes that sum to the dim `below`), "key" (key data).
         below: name of a dim, see `kind`.
-        around, spread: random floats are normal with this mean and deviation; the
-            spreads "fan_in" and "fan_last" are one over the root of the last dim but
-            one, and of the last.
+        around: mean of random floats.
+        spread: standard deviation of random floats. "fan_in" is shape[-2] ** -0.5, and
+            "fan_last" is shape[-1] ** -0.5.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Argument:
     spread: float | str = 1.0
 
     def deviation(self, shape: Sequence[int]) -> float:
-        """The deviation of random floats of a shape."""
+        """Standard deviation of a random sample with this shape."""
         if isinstance(self.spread, str):
             return shape[{"fan_in": -2, "fan_last": -1}[self.spread]] ** -0.5
         return self.spread
@@ -68,11 +69,11 @@ class Operator:
     Attributes:
         summary: its result, in one line.
         arguments: in the order of a call.
-        oracle: the plain formula, for float32.
-        implementations: functions by library, preferred ones first. They take the
-            arguments and options, or raise `Refused`.
-        flops: number of floating-point operations of contractions, forward, from sizes
-            of dims by name; an operator without any is bound by memory.
+        oracle: plain formula that implementations are compared with, in float32.
+        implementations: functions by name, preferred first. Each takes the arguments
+            and options, or raises `Refused`.
+        flops: function of {dim name: size} to the floating-point operations of the
+            forward contractions; 0 for operators without contractions.
         options: names and defaults of keyword options.
     """
 
@@ -87,22 +88,23 @@ class Operator:
     def __call__(
         self, *args: Any, implementation: str | None = None, **options: Any
     ) -> Array:
-        """Computes the operator; see `by_first`."""
+        """Returns the operator's result; arguments and errors as in `by_first`."""
         return self.by_first(*args, implementation=implementation, **options)[1]
 
     def by_first(
         self, *args: Any, implementation: str | None = None, **options: Any
     ) -> tuple[str, Array]:
-        """The name of the first implementation that takes a call, and its result.
+        """Returns (name, result) of the first implementation that accepts the call.
 
         Args:
-            args: see `arguments`.
-            implementation: the name of the only one to ask.
-            options: see `options`.
+            args: arrays, in the order of `arguments`.
+            implementation: name of the implementation to call; by default each is
+                tried in order.
+            options: replace defaults of the attribute `options`.
 
         Raises:
-            CfpError: the arguments do not fit each other, or no implementation takes
-                them.
+            CfpError: a name is unknown, shapes or their number do not fit, or every
+                implementation refused.
         """
         names = [one.name for one in self.arguments]
         if len(args) != len(names):
@@ -123,17 +125,17 @@ class Operator:
                 call = self.implementations[name]
                 return name, call(*args, **{**self.options, **options})
             except Refused as reason:
-                reasons.append(f"{name} does not: {reason}")
+                reasons.append(f"{name}: {reason}")
         raise CfpError(
             f"No implementation of {self.name} takes these arguments. "
             f"{'; '.join(reasons)}."
         )
 
     def check_shapes(self, args: Sequence[Any]) -> None:
-        """Checks the arguments' dims against the declared ones.
+        """Checks the arguments' shapes against the declared dims.
 
         Raises:
-            CfpError: they contradict each other.
+            CfpError: a number of dims is wrong, or one name has two sizes.
         """
         found: dict[str, Any] = {}
         for one, arg in zip(self.arguments, args, strict=True):
@@ -155,11 +157,7 @@ class Operator:
 
 
 def known(what: str, name: str, names: Iterable[str]) -> None:
-    """Checks that a name is known.
-
-    Raises:
-        CfpError: the name is unknown.
-    """
+    """Raises CfpError if `name` is not in `names`; the error calls it a `what`."""
     if name not in (all_names := list(names)):
         there = known_names(name, all_names)
         raise CfpError(f"There is no {what} called {name!r}. {there}")
@@ -212,23 +210,23 @@ def swiglu(x: Array, gate: Array, up: Array) -> Array:
 
 
 def swiglu_rematerialized(x: Array, gate: Array, up: Array) -> Array:
-    # The products are stored, the values computed from them are not.
+    # Stores the matrix products; the elementwise values are recomputed.
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     return jax.checkpoint(swiglu, policy=policy)(x, gate, up)
 
 
 def length_mask(lengths: Array, keys: int) -> Array:
-    """[batch] -> [batch, 1, 1, keys]: which keys there are."""
+    """[batch] -> [batch, 1, 1, keys]: True for keys before a sequence's length."""
     return jnp.arange(keys) < lengths[:, None, None, None]
 
 
 def causal_mask(queries: int, keys: int) -> Array:
-    """[queries, keys]: a query sees those up to its own place."""
+    """[queries, keys]: True for keys up to a query's place; last places coincide."""
     return jnp.tril(jnp.ones((queries, keys), bool), keys - queries)
 
 
 def softmax(scores: Array, seen: Array | None = None) -> Array:
-    """Computes softmax over the last dim in float32, with an optional mask."""
+    """Softmax over the last dim, in float32; `seen` is False for masked scores."""
     y = scores.astype(jnp.float32)
     y = y if seen is None else jnp.where(seen, y, _LEAST)
     powers = jnp.exp(y - jax.lax.stop_gradient(y.max(-1, keepdims=True)))
@@ -236,7 +234,7 @@ def softmax(scores: Array, seen: Array | None = None) -> Array:
 
 
 def softmax_jax_nn(scores: Array, seen: Array | None = None) -> Array:
-    """Computes `softmax` by `jax.nn`."""
+    """Softmax over the last dim by `jax.nn`, in float32."""
     return jax.nn.softmax(scores.astype(jnp.float32), where=seen).astype(scores.dtype)
 
 
@@ -257,7 +255,7 @@ def qkv_batched(x: Array, kernel: Array, bias: Array) -> Array:
 
 
 def _angles(x: Array, base: float) -> tuple[Array, Array]:
-    """Cosine and sine, [tokens, 1, head_dim / 2]."""
+    """Cosine and sine of rotary angles, each [tokens, 1, head_dim / 2]."""
     half = x.shape[-1] // 2
     if x.shape[-1] % 2:
         raise Refused(f"the head's width {x.shape[-1]} is odd")
@@ -285,7 +283,7 @@ def take(table: Array, tokens: Array) -> Array:
 
 
 def all_scores(query, key, value, *, mask=None, bias=None, scale=None) -> Array:
-    """Softmax of all scores, which are stored."""
+    """Attention by plain einsums, which store the whole score matrix."""
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = jnp.einsum(
         "bqnd,bknd->bnqk", query, key, preferred_element_type=jnp.float32
@@ -302,7 +300,7 @@ def all_scores(query, key, value, *, mask=None, bias=None, scale=None) -> Array:
 def attention_jax_nn(
     query, key, value, *, implementation: Literal["xla", "cudnn"], **how
 ) -> Array:
-    """`jax.nn.dot_product_attention`, by XLA or cuDNN."""
+    """Attention by `jax.nn.dot_product_attention`; `how` are its other options."""
     given = {"causal": how.get("is_causal", False)}
     given |= {name: how.get(name) for name in ("bias", "scale")}
     try:
@@ -318,7 +316,7 @@ def attention_jax_nn(
 
 
 def one_by_one(x: Array, kernels: Array, groups: Array) -> Array:
-    """Multiplies all rows by every matrix, and selects those of each row's group."""
+    """Multiplies all rows by each group's kernel, and keeps the rows of the group."""
     ends = jnp.cumsum(groups)
     rows = jnp.arange(x.shape[0])[:, None]
     found = jnp.zeros((x.shape[0], kernels.shape[2]), x.dtype)
@@ -329,7 +327,7 @@ def one_by_one(x: Array, kernels: Array, groups: Array) -> Array:
 
 
 def _gates(scores: Array, choices: int) -> tuple[Array, Array]:
-    """Weights and experts of each token, [tokens, choices]."""
+    """Softmax weights and indices of the best experts, each [tokens, choices]."""
     if not 1 <= choices <= scores.shape[1]:
         raise Refused(f"choices={choices} of {scores.shape[1]} experts")
     best, experts = jax.lax.top_k(scores.astype(jnp.float32), choices)
@@ -337,7 +335,7 @@ def _gates(scores: Array, choices: int) -> tuple[Array, Array]:
 
 
 def every_expert(x, scores, up, down, *, choices: int) -> Array:
-    """Every expert computes every token; most of it is multiplied by zero."""
+    """Mixture of experts: every expert computes every token, unchosen ones weigh 0."""
     weights, experts = _gates(scores, choices)
     hot = jax.nn.one_hot(experts, up.shape[0], dtype=jnp.float32)
     share = jnp.einsum("tk,tke->te", weights, hot)
@@ -348,7 +346,7 @@ def every_expert(x, scores, up, down, *, choices: int) -> Array:
 
 
 def sorted_experts(x, scores, up, down, *, choices: int) -> Array:
-    """Tokens in the order of their experts, so that each multiplies one block."""
+    """Mixture of experts by `ragged_dot` over tokens sorted by expert."""
     weights, experts = _gates(scores, choices)
     order = jnp.argsort(experts.reshape(-1), stable=True)
     groups = jnp.bincount(experts.reshape(-1), length=up.shape[0]).astype(jnp.int32)
@@ -379,12 +377,12 @@ def linear_cross_entropy(
 
 @jax.checkpoint
 def _part(x: Array, kernel: Array, first: Array, labels: Array) -> tuple[Array, Array]:
-    """Log of the sum of powers over a part of the vocabulary, and the labels' logits.
+    """Logsumexp over a part of the vocabulary, and the labels' logits, each [tokens].
 
     Args:
         x: [tokens, hidden].
         kernel: [part, hidden].
-        first: the part's first token.
+        first: index of the part's first word; labels outside the part give logit 0.
         labels: [tokens].
     """
     logits = jnp.einsum("th,vh->tv", x, kernel, preferred_element_type=jnp.float32)
@@ -397,7 +395,7 @@ def _part(x: Array, kernel: Array, first: Array, labels: Array) -> tuple[Array, 
 
 def chunked_vocabulary(x, kernel, labels, *, chunks: int) -> Array:
     if not 1 <= chunks <= kernel.shape[0]:
-        raise Refused(f"chunks is {chunks}; take 1 to {kernel.shape[0]}, the words")
+        raise Refused(f"chunks={chunks}; give 1 to {kernel.shape[0]}, the vocabulary")
     size = kernel.shape[0] // chunks
     whole = size * chunks
 

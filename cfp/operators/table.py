@@ -1,8 +1,8 @@
-"""The operators, and the table of (operator, implementation) to function.
+"""The table of operators, and of their implementations.
 
-Attention, of queries, keys and values [batch, tokens, heads, head_dim]:
+Three operators compute attention, of [batch, tokens, heads, head_dim]:
 
-- BERT: every query sees the keys of its sequence; what follows its length is padding.
+- BERT: a query sees the first `lengths[b]` keys of its sequence; the rest is padding.
 - GPT: a query sees keys up to its own place.
 - T5: every query sees all keys; a bias is added to the scores, which are not scaled.
 """
@@ -25,11 +25,11 @@ Form = Callable[..., Mapping[str, Any]]
 
 
 def _attention(name: str, plain: Form, fused: Form) -> dict[tuple[str, str], Function]:
-    """The implementations of an attention.
+    """Entries of `IMPLEMENTATIONS` for an attention operator.
 
     Args:
-        plain: makes the keyword arguments of `formulas.all_scores`.
-        fused: makes those of `formulas.attention_jax_nn`.
+        plain: makes the keyword arguments of `all_scores`.
+        fused: makes the keyword arguments of `attention_jax_nn`.
     """
 
     def by(attend: Function, form: Form) -> Function:
@@ -62,7 +62,7 @@ def _causal(softmax: Function) -> Function:
     return lambda scores: softmax(scores, causal_mask(*scores.shape[-2:]))
 
 
-# By operator and library, the preferred ones first.
+# (operator, implementation) -> function; an operator's preferred implementation first.
 IMPLEMENTATIONS: Mapping[tuple[str, str], Function] = {
     **_attention(
         "gpt_attention",
@@ -127,7 +127,7 @@ def _operator(
     flops: Callable[[Mapping[str, int]], float] = lambda dims: 0.0,
     **options: Any,
 ) -> Operator:
-    """Makes an operator of implementations and their oracle."""
+    """An operator with its functions of `IMPLEMENTATIONS`; `oracle` names one."""
     return Operator(
         name=name,
         summary=summary,
@@ -143,7 +143,7 @@ def _attention_flops(dims: Mapping[str, int]) -> float:
     return 4.0 * dims["b"] * dims["n"] * dims["s"] ** 2 * dims["d"]
 
 
-# In the order in which they are measured: those that matter most come first.
+# In the order of measuring: the most important operators come first.
 _EVERY = (
     _operator(
         "gpt_attention",

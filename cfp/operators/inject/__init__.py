@@ -1,16 +1,16 @@
-"""Operators put into existing models.
+"""Replacement of submodules in existing flax models by operators.
 
     from cfp.operators.inject import inject, injection
 
-    print(inject(model))             # A module of NNX: replaced parts, and reasons.
+    print(inject(model))             # NNX: lists replaced parts, and reasons.
 
-    with injection() as report:      # Modules of linen, while they are called.
+    with injection() as report:      # Linen: replaces calls inside the block.
         logits = model.apply(variables, tokens)
 
-Operators compute calls of parts. Parts keep their parameters, which a policy maps at a
-call. So checkpoints are the original's, and tied weights stay tied. Calls of modules of
-`flax.linen` are intercepted. A part of a module of `flax.nnx` gets a class of its own,
-derived from the part's, whose call is the operators'.
+A part is a submodule. Its calls are computed by operators, and its parameters stay in
+place: checkpoints do not change, and tied weights stay tied. Calls of `flax.linen`
+modules are intercepted. A part of a `flax.nnx` module gets a subclass of its class,
+whose `__call__` calls the operators.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ registered: list[type[Policy]] = [*POLICIES]
 
 
 def register_policy(policy: type[Policy]) -> type[Policy]:
-    """Adds a policy for every injection; the newest is asked first.
+    """Registers a policy for later injections, ahead of all others; returns it.
 
     Raises:
-        CfpError: the value is no policy.
+        CfpError: the value is not a subclass of `Policy`.
     """
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise CfpError(
@@ -52,21 +52,20 @@ def register_policy(policy: type[Policy]) -> type[Policy]:
 
 
 def inject(model: nnx.Module, **how: Any) -> Report:
-    """Puts operators in the places of parts of a module of NNX, which is changed.
+    """Replaces parts of an NNX module by operators, in place.
 
     Args:
-        how: `policies`, in place of the registered ones; `implementations`, names by
-            operator, the first that takes the arguments for the others;
-            `right_padded`, True if masks given to attention are those of padding at
-            the ends of sequences; `strict`, True if it is an error that nothing is
-            replaced.
+        how: `policies` replaces the registered policies; `implementations` maps an
+            operator to its implementation, by default the first that accepts;
+            `right_padded=True` promises that attention masks only mask padding at the
+            ends of sequences; `strict=True` raises if nothing is replaced.
 
     Returns:
-        The parts; the operators of each are known once it was called.
+        Report of all parts; a part's operators are filled in when it is called.
 
     Raises:
-        CfpError: nothing was replaced and `strict`, this is no such module, or there is
-            no operator or implementation of a name.
+        CfpError: the model is not an NNX module, an operator or implementation is
+            unknown, or `strict` and nothing was replaced.
     """
     injector = _Injector.of(**how)
     if not isinstance(model, nnx.Module):
@@ -88,13 +87,13 @@ def inject(model: nnx.Module, **how: Any) -> Report:
 
 @contextmanager
 def injection(**how: Any) -> Iterator[Report]:
-    """Puts operators in the places of parts of all modules of linen that are called.
+    """Replaces parts of all linen modules called inside the `with` block.
 
     Args:
-        how: see `inject`.
+        how: as in `inject`.
 
     Raises:
-        CfpError: as `inject`, when the block ends.
+        CfpError: as in `inject`; `strict` is checked when the block ends.
     """
     injector = _Injector.of(**how)
     with nn.intercept_methods(injector.intercept):
@@ -104,7 +103,7 @@ def injection(**how: Any) -> Iterator[Report]:
 
 @dataclass(frozen=True, slots=True)
 class _Injector:
-    """The policies of an injection, which are asked in their order, and its report."""
+    """Policies of an injection, the first that matches decides, and its report."""
 
     policies: Sequence[Policy]
     strict: bool
@@ -126,7 +125,7 @@ class _Injector:
         return cls([kind(wanted, right_padded) for kind in kinds], strict)
 
     def check(self) -> None:
-        """Checks that something was replaced, if the injection is strict."""
+        """Raises CfpError if the injection is strict and nothing was replaced."""
         if self.strict and not self.report.replaced:
             seen = "; ".join(str(self.report).splitlines()[:6])
             raise CfpError(
@@ -135,7 +134,7 @@ class _Injector:
             )
 
     def note(self, path: str, part: Any, policy: Policy | None, why: str = "") -> None:
-        """Reports a part that was replaced, or why it was not."""
+        """Records a part in the report; `why` is the reason against a replacement."""
         self.report.parts[path] = Part(
             kind=type(part).__name__,
             policy=type(policy).__name__ if policy else "",
@@ -144,7 +143,7 @@ class _Injector:
         )
 
     def match(self, path: str, part: Any) -> Policy | None:
-        """The policy that replaces a part; None if none does."""
+        """Returns the policy that replaces a part, or None; records the result."""
         policy = next((one for one in self.policies if one.match(part)), None)
         try:
             if policy is None:
@@ -167,7 +166,7 @@ class _Injector:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Calls the operators, or the original if the policy refuses."""
+        """Calls the policy's replacement, or the original if the policy refuses."""
         policy.used.clear()
         try:
             replacement = policy.build(part)
@@ -184,7 +183,7 @@ class _Injector:
         return made
 
     def kind(self, path: str, part: nnx.Module, policy: Policy) -> type:
-        """A class like a part's of NNX, whose calls are the operators'."""
+        """A subclass of an NNX part's class, whose `__call__` uses the policy."""
         kind = type(part)
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -199,7 +198,7 @@ class _Injector:
     def intercept(
         self, original: Callable[..., Any], args: Any, kwargs: Any, context: Any
     ) -> Any:
-        """Intercepts a call of `flax.linen`."""
+        """Interceptor for `flax.linen.intercept_methods`."""
         module, path = context.module, "/".join(map(str, context.module.path))
         if context.method_name != "__call__" or module.is_initializing():
             return original(*args, **kwargs)

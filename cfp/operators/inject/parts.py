@@ -1,7 +1,7 @@
-"""Policies for norms of flax, and for parts of GPT-2 and BERT as of HF.
+"""Policies for flax norms, and for Hugging Face's (HF) GPT-2 and BERT.
 
-Modules of HF's kind are known by the names of their classes, in linen
-(``FlaxGPT2Attention``) and without the prefix in NNX, and by their parameters.
+HF modules are recognised by class name: ``FlaxGPT2Attention`` in linen, and
+``GPT2Attention`` in NNX.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FlaxNorm(Policy):
     }
 
     def match(self, part: Any) -> bool:
-        """By the class."""
+        """True for the exact classes in `norms`."""
         return type(part) in self.norms
 
     def build(self, part: Any) -> Callable[..., Any]:
@@ -52,7 +52,7 @@ class FlaxNorm(Policy):
                 raise Refused(f"has no {name}")
 
         def replacement(parameters: Any, x: Array, *, mask: Any = None) -> Array:
-            """Computes in one type for all, and gives the type that flax would give."""
+            """Computes in one type, and returns the type that flax would return."""
             if mask is not None:
                 raise Refused("is called with a mask")
             given = [x, *(parameters[name] for name in names)]
@@ -65,17 +65,17 @@ class FlaxNorm(Policy):
 
 
 def _dense(parameters: Any, x: Array, dtype: Any) -> tuple[Array, Array]:
-    """The product of a dense layer, and its bias."""
+    """Returns (x @ kernel, bias) of a dense layer, in its dtype."""
     kernel, bias = parameters["kernel"], parameters["bias"]
     dtype = dtype or jnp.result_type(x, kernel, bias)
     return x.astype(dtype) @ kernel.astype(dtype), bias.astype(dtype)
 
 
 def _turned(parameters: Any, first: str, hidden: int) -> dict[str, Any]:
-    """Dense layers with kernels [in, out]; HF's GPT-2 has some that are [out, in].
+    """Transposes kernels [out, in], as in HF's GPT-2, to [in, out].
 
     Raises:
-        Refused: the kernel of the first is square, and may be either.
+        Refused: the first layer's kernel is square, so its layout is unknown.
     """
     rows, columns = parameters[first]["kernel"].shape
     if rows == columns:
@@ -88,12 +88,12 @@ def _turned(parameters: Any, first: str, hidden: int) -> dict[str, Any]:
 
 
 class _OfHF(Policy):
-    """A module with a configuration, called like those of HF.
+    """Policy for an HF module, which has a `config`.
 
     Attributes:
-        kind: the class's name.
-        takes: names of the arguments that it takes by place.
-        drops: names of the rates of dropout in its configuration.
+        kind: class name, without the prefix "Flax".
+        takes: names of its positional arguments.
+        drops: names of the dropout rates in its config.
     """
 
     kind = ""
@@ -101,21 +101,21 @@ class _OfHF(Policy):
     drops: tuple[str, ...] = ()
 
     def match(self, part: Any) -> bool:
-        """By the name of the class."""
+        """True for the class name `kind`, with or without the prefix "Flax"."""
         return type(part).__name__.removeprefix("Flax") == self.kind
 
     def build(self, part: Any) -> Callable[..., Any]:
-        """The replacement, of the hidden state and the mask of a call."""
+        """The replacement; refuses dropout, unknown arguments and unsafe masks."""
 
         def replacement(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(self.takes, args, strict=False)), **kwargs}
             hidden, mask = given.pop("hidden_states"), given.pop("attention_mask", None)
             rates = [getattr(part.config, name, 0.0) for name in self.drops]
             if not given.pop("deterministic", True) and any(rates):
-                raise Refused("drops out, which fused attention does not")
+                raise Refused("uses dropout, which the operators do not support")
             asked = [n for n, x in given.items() if x is not None and x is not False]
             if asked:
-                raise Refused(f"is asked for {', '.join(asked)}")
+                raise Refused(f"is called with {', '.join(asked)}")
             if mask is not None and not self.right_padded:
                 raise Refused(
                     "is called with a mask; right_padded=True says that masks are "
@@ -126,12 +126,12 @@ class _OfHF(Policy):
         return replacement
 
     def compute(self, part: Any, parameters: Any, hidden: Array, mask: Any) -> Any:
-        """Computes what the part would."""
+        """Returns the part's result, by operators."""
         raise NotImplementedError
 
 
 def _heads(part: Any, *arrays: Array) -> list[Array]:
-    """Arrays with a dim of heads, as many as the part's configuration says."""
+    """Splits the last dim into [heads, head_dim], by the config's number of heads."""
     for name in ("num_attention_heads", "n_head"):
         if isinstance(heads := getattr(part.config, name, None), int):
             return [x.reshape(*x.shape[:-1], heads, -1) for x in arrays]
@@ -146,11 +146,11 @@ class HFGPT2Attention(_OfHF):
     drops = ("attn_pdrop", "resid_pdrop")
 
     def compute(self, part: Any, parameters: Any, hidden: Array, mask: Any) -> Any:
-        """Computes both projections unchanged, and the operator between them."""
+        """Both projections by plain products, and attention by the operator."""
         if not getattr(part, "causal", True):
             raise Refused("is cross-attention")
         dtype = getattr(part, "dtype", None)
-        # Of what sees only the past, padding at the ends is no part.
+        # The mask is not needed: causal queries never see padding at the end.
         parameters = _turned(parameters, "c_attn", hidden.shape[-1])
         wide, bias = _dense(parameters["c_attn"], hidden, dtype)
         qkv = _heads(part, *jnp.split(wide + bias, 3, axis=-1))
@@ -167,10 +167,10 @@ class HFGPT2MLP(_OfHF):
     drops = ("resid_pdrop",)
 
     def compute(self, part: Any, parameters: Any, hidden: Array, mask: Any) -> Any:
-        """The bias of the first half goes into the activation."""
+        """Both products, with the operator `bias_gelu` between them."""
         activation = getattr(part.config, "activation_function", "gelu_new")
         if activation not in ("gelu_new", "gelu_pytorch_tanh"):
-            raise Refused(f"activates by {activation}, and bias_gelu by tanh")
+            raise Refused(f"has activation {activation}; bias_gelu is GELU by tanh")
         dtype = getattr(part, "dtype", None)
         parameters = _turned(parameters, "c_fc", hidden.shape[-1])
         active = self.call("bias_gelu", *_dense(parameters["c_fc"], hidden, dtype))
@@ -179,14 +179,14 @@ class HFGPT2MLP(_OfHF):
 
 
 class HFBertSelfAttention(_OfHF):
-    """Self-attention of a BERT: its three projections become one."""
+    """Self-attention of a BERT."""
 
     kind = "BertSelfAttention"
     takes = ("hidden_states", "attention_mask", "layer_head_mask", "key_value_states")
     drops = ("attention_probs_dropout_prob",)
 
     def compute(self, part: Any, parameters: Any, hidden: Array, mask: Any) -> Any:
-        """Computes one projection, and attention without padding."""
+        """Projects by `qkv_projection`; masks keys after a sequence's length."""
         kernel, bias = (
             jnp.stack([parameters[name][leaf] for name in ("query", "key", "value")])
             for leaf in ("kernel", "bias")

@@ -1,7 +1,7 @@
-"""Policies: the parts of a model to replace by operators, and the report of it.
+"""Policy: base class of replacements of flax submodules by operators; and the report.
 
-A part is a module of flax (linen or NNX). For each the first policy that matches makes
-the replacement. `cfp.operators.inject.parts` has policies for known parts.
+A part is a submodule (linen or NNX). The first policy that matches a part makes its
+replacement. `cfp.operators.inject.parts` has the built-in policies.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from cfp.operators import find
 class Policy(ABC):
     """The replacement of one kind of part.
 
-    A policy is made once for an injection. It must not keep arrays: a replacement gets
-    the part's parameters at its call.
+    An injection makes one instance of each policy. An instance must not keep arrays:
+    its replacement gets the part's parameters at each call.
 
     Attributes:
-        implementations: names by operator; other operators take the first
-            implementation that accepts the arguments.
-        right_padded: True promises that padding masks of attention mask ends of
-            sequences only.
-        used: names of the called implementations, by operator.
+        implementations: chosen implementation by operator; other operators use the
+            first that accepts the arguments.
+        right_padded: True promises that attention masks only mask padding at the ends
+            of sequences.
+        used: name of the implementation last called, by operator.
     """
 
     implementations: Mapping[str, str]
@@ -41,17 +41,17 @@ class Policy(ABC):
 
     @abstractmethod
     def build(self, part: Any) -> Callable[..., Any]:
-        """The replacement: a function of the part's parameters and arguments.
+        """Returns the replacement: a function (parameters, *args, **kwargs) -> result.
 
-        Parameters are nested dicts of arrays. A call with arguments that the function
-        does not have is the original's; so is one for which it raises `Refused`.
+        Parameters are nested dicts of arrays. The original is called if the arguments
+        do not fit the function's signature, or if the function raises `Refused`.
 
         Raises:
-            Refused: not this part, with the reason.
+            Refused: this part cannot be replaced; has the reason.
         """
 
     def call(self, operator: str, *args: Any, **options: Any) -> Array:
-        """Calls an operator by the implementation that the user chose."""
+        """Returns an operator's result, by the chosen implementation; fills `used`."""
         wanted = self.implementations.get(operator)
         found = find(operator).by_first(*args, implementation=wanted, **options)
         self.used[operator], made = found
@@ -60,13 +60,13 @@ class Policy(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One part of a model.
+    """One part of a model in the report.
 
     Attributes:
-        kind: its class.
-        policy: name of the matching policy, or "".
-        operators: implementations of its last call, by operator.
-        reason: reason against a replacement; "" if replaced.
+        kind: name of its class.
+        policy: class name of the matching policy, or "".
+        operators: implementation in its last call, by operator.
+        reason: why the part was not replaced; "" if it was.
     """
 
     kind: str
@@ -77,10 +77,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The parts of a model by their paths, as far as they were seen.
-
-    Parts of modules of linen are seen when the model is called.
-    """
+    """Parts of a model by path; parts of linen modules appear when they are called."""
 
     parts: dict[str, Part] = field(default_factory=dict)
 
@@ -91,11 +88,11 @@ class Report:
 
     @property
     def left(self) -> list[Part]:
-        """Parts that were not."""
+        """Parts that were not replaced."""
         return [part for part in self.parts.values() if part.reason]
 
     def __str__(self) -> str:
-        """Lists the parts, one a line, parts without a replacement last."""
+        """Lists the parts, one a line, replaced parts first."""
         lines = [f"{len(self.replaced)} parts replaced, {len(self.left)} left"]
         for path, part in sorted(
             self.parts.items(), key=lambda one: one[1].reason != ""

@@ -63,7 +63,7 @@ def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
         found = race_until_fit(context, analyzed, solution)
         wrong, notes = wrong_kernels(context, found)
         if wrong:
-            kernels = [k for k in context.rules.replacing.attention if k not in wrong]
+            kernels = [k for k in context.rules.replacing.kernels if k not in wrong]
             settings = replace(options.settings, attention=tuple(kernels))
             again = replace(analyzed, profiles=None)  # These have all kernels.
             found = run_passes(again, replace(options, settings=settings))

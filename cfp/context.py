@@ -15,9 +15,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from cfp.attention.kernels import KERNELS
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, OptionError, known_names
+from cfp.kernels.kinds import KERNELS, usual_kernels
 from cfp.printable import format_bytes
 from cfp.profiling.coordination import coordination, is_shared
 from cfp.profiling.record import Parts, environment_parts
@@ -30,6 +30,7 @@ from cfp.settings import (
     ConstraintLevel,
     Dimension,
     PlatformDefaults,
+    Replacing,
     defaults_of,
 )
 
@@ -129,7 +130,7 @@ class PlannerSettings:
                 )
         if unknown := [name for name in self.attention or () if name not in KERNELS]:
             raise CfpError(
-                f"Expected kernels of attention among {', '.join(KERNELS)}, got "
+                f"Expected kernels among {', '.join(KERNELS)}, got "
                 f"{', '.join(unknown)}."
             )
 
@@ -377,10 +378,13 @@ def _rules(
     """
     reach, unasked = settings.reach, settings.measure is None
     options = settings.compiler_options
-    kernels = settings.attention
-    if Dimension.KERNELS not in settings.dimensions:
-        kernels = ()
-    asked = {} if kernels is None else {"attention": kernels}
+    asked = settings.attention if Dimension.KERNELS in settings.dimensions else ()
+
+    def replacing(for_memory: bool) -> Replacing:
+        platform = usual.replacing.platform
+        kernels = usual_kernels(platform, for_memory) if asked is None else asked
+        return Replacing(kernels=kernels, platform=platform)
+
     if Dimension.COMPILER_OPTIONS not in settings.dimensions:
         options = {}
     levels = usual.levels
@@ -394,8 +398,8 @@ def _rules(
         reach=dict.fromkeys(ConstraintLevel, reach) if reach else usual.reach,
         compiler_options=usual_options if options is None else options,
         first_options=usual.first_options if options is None and usual_options else {},
-        replacing=replace(usual.replacing, **asked),
-        replacing_for_memory=replace(usual.replacing_for_memory, **asked),
+        replacing=replacing(for_memory=False),
+        replacing_for_memory=replacing(for_memory=True),
     )
 
 

@@ -130,16 +130,13 @@ class Replacing:
     """Kernels that may compute what a step has there otherwise.
 
     Attributes:
-        attention: kernels of attention, the preferred first: of each candidate the
-            first that can.
+        kernels: names of kernels, the preferred first: of each candidate the first
+            that can.
         platform: of the devices, by JAX's name: a kernel may run on some only.
     """
 
-    attention: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
     platform: str = "cpu"
-
-
-_CHUNKED = Replacing(attention=("chunked",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +161,7 @@ class PlatformDefaults:
         launch_ms: the least time of a kernel, however little it computes.
         compiler_options: what the leader is raced with, too, by name.
         first_options: what all race with where no budget was asked for, by name.
-        replacing: kernels that may compute attentions.
+        replacing: kernels that may compute parts of a step.
         replacing_for_memory: the same where memory decides.
     """
 
@@ -181,7 +178,7 @@ class PlatformDefaults:
     compiler_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     first_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     replacing: Replacing = Replacing()
-    replacing_for_memory: Replacing = _CHUNKED
+    replacing_for_memory: Replacing = Replacing()
 
 
 # On 2 H200 predictions were off by 8 % at most, and with arguments alone constrained,
@@ -229,9 +226,6 @@ _GPU = PlatformDefaults(
         },
     },
     first_options={"large collectives": _LARGE_COLLECTIVES},
-    # decisions.md, "Kernels that compute the same are taken without being asked for".
-    replacing=Replacing(attention=("cudnn",)),
-    replacing_for_memory=replace(_CHUNKED, attention=("cudnn", *_CHUNKED.attention)),
 )
 # Virtual devices share processors: times say nothing about those of GPUs, vary more,
 # and are estimated worse; and building is what takes the time. Guesses.
@@ -249,8 +243,4 @@ _PLATFORMS = {"cpu": _CPU, "gpu": _GPU, "cuda": _GPU, "rocm": _GPU}
 def defaults_of(platform: str) -> PlatformDefaults:
     """Returns the settings of a platform, by JAX's name for it."""
     found = _PLATFORMS.get(platform, PlatformDefaults(reach=_REACH))
-    return replace(
-        found,
-        replacing=replace(found.replacing, platform=platform),
-        replacing_for_memory=replace(found.replacing_for_memory, platform=platform),
-    )
+    return replace(found, replacing=Replacing(platform=platform))

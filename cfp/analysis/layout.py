@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from cfp.analysis.blocks import Block
 from cfp.analysis.contractions import DimClasses, form_of, squeeze
@@ -30,31 +30,9 @@ from cfp.fields import Name
 from cfp.program.constrain import Constraints
 from cfp.program.graph import Op, Program, searched_once
 
-QuerySpread = Literal["", "ring", "zigzag"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentKernels:
-    """Kernels that compute parts of a segment; false without any.
-
-    `Kernel` (`cfp.attention.kernels`) is one implementation of attention, `Replacing`
-    (`cfp.settings`) the allowed kernels of a program, and this the choice for a
-    segment.
-
-    Attributes:
-        attention: name of the kernel of its attentions; "" as written.
-        spread: role of the axes that shard queries, "ring" or "zigzag", which no search
-            proposes; "" if keys and values are gathered.
-    """
-
-    attention: Name = ""
-    spread: QuerySpread = ""
-
-    def __bool__(self) -> bool:
-        return bool(self.attention)
-
-
-AS_WRITTEN = SegmentKernels()
+# Kernels that compute parts of a segment, each with its kind: see `cfp.kernels.kinds`.
+SegmentKernels = tuple[tuple[Name, Name], ...]
+AS_WRITTEN: SegmentKernels = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +42,18 @@ class Choice:
     Attributes:
         remat: indices of the segments whose forward pass is rematerialized in the
             backward pass, so that only their inputs are kept.
-        kernels: kernels of segments, by index; see `cfp.attention.matching`.
+        kernels: kernels of segments, by index.
     """
 
     blocks: tuple[Strategy, ...]
     storage: tuple[Storage, ...]
     remat: tuple[int, ...] = ()
     kernels: tuple[tuple[int, SegmentKernels], ...] = ()
+
+    @property
+    def all_kernels(self) -> set[tuple[str, str]]:
+        """The kernels of all segments, each with its kind."""
+        return {pair for _, kernels in self.kernels for pair in kernels}
 
     def kernels_of(self, segment: int) -> SegmentKernels:
         """The kernels of a segment, by its index."""

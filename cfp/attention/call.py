@@ -174,13 +174,11 @@ def _choose(
     implementation: str | None,
     zigzag_tokens: bool,
 ) -> _Choice:
-    """Finds the strategy and the kernel of a problem.
-
-    Raises:
-      CfpError: the choice is not possible.
-    """
+    """Finds the strategy and the kernel of a problem; raises CfpError without one."""
     strategy = AttentionStrategy.of(given, dict(mesh.shape) if mesh is not None else {})
-    names = (implementation,) if implementation else preferred(platform_of(mesh))
+    # On CPUs scores are kept, as models themselves do it.
+    usual = ("xla",) if platform_of(mesh) == "cpu" else tuple(KERNELS)
+    names = (implementation,) if implementation else usual
     if unknown := [name for name in names if name not in KERNELS]:
         raise CfpError(
             f"There is no implementation of attention called {', '.join(unknown)}. "
@@ -212,13 +210,6 @@ def _choose(
     )
 
 
-def preferred(platform: str) -> tuple[str, ...]:
-    """Lists the implementations that a call tries by default, in order."""
-    if platform == "cpu":
-        return ("xla",)  # Scores are kept, as models themselves do it.
-    return tuple(name for name, kernel in KERNELS.items() if kernel.is_preferred)
-
-
 def platform_of(mesh: Mesh | None) -> str:
     if isinstance(mesh, Mesh):
         return mesh.devices.flat[0].platform
@@ -234,7 +225,7 @@ def refusal(
     """Returns the reason against an implementation, or None."""
     padded = replace(problem, padded_keys=_pads_keys(problem, strategy))
     reason = strategy.refusal(padded, kernel)
-    return reason or kernel.refusal(_local(padded, strategy), platform)
+    return reason or kernel.module.refusal(_local(padded, strategy), platform)
 
 
 def _fit(problem: AttentionProblem, strategy: AttentionStrategy) -> HeadFit:
@@ -365,7 +356,7 @@ class _Choice:
             key_segments=key_ids,
             key_lengths=key_lengths,
         )
-        return self.kernel.whole(q, k, v, self.problem.scores, mask, bias)
+        return self.kernel.module.whole(q, k, v, self.problem.scores, mask, bias)
 
     def _spread(self, q, k, v, query_ids=None, key_ids=None) -> Array:
         ring = Ring.of(self.strategy, self.kernel, self.problem.scores, self.mask)

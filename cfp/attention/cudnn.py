@@ -69,11 +69,7 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
 
 
 def _least_capability() -> float | None:
-    """The least compute capability of this process's devices.
-
-    9.0 where they are no GPUs and others are planned for; None of GPUs that are not
-    NVIDIA's, whose capability is a name.
-    """
+    """The least compute capability; 9.0 without GPUs, None without NVIDIA's alone."""
     found = [getattr(d, "compute_capability", "9.0") for d in jax.local_devices()]
     try:
         return min(map(float, found))

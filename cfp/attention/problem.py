@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod, sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from cfp.attention.kernels import Kernel
 from cfp.errors import CfpError
+
+if TYPE_CHECKING:
+    from cfp.attention.kernels import Kernel
 
 # A position that no key has: of keys that fill a block up.
 BEYOND = 2**31 - 1
@@ -307,14 +309,7 @@ BATCH, HEADS = "batch", "heads"
 ULYSSES, ALL_GATHER = "ulysses", "all_gather"
 RING, ZIGZAG = "ring", "zigzag"
 
-ROLES: Mapping[str, str] = {
-    BATCH: "each rank has some sequences",
-    HEADS: "each rank has some heads",
-    ULYSSES: "tokens are sharded outside, heads inside; all-to-alls exchange them",
-    ALL_GATHER: "tokens are sharded, keys and values gathered",
-    RING: "tokens are sharded, keys and values go round",
-    ZIGZAG: "a ring whose tokens are in zigzag order: causal masks are balanced",
-}
+ROLES = (BATCH, HEADS, ULYSSES, ALL_GATHER, RING, ZIGZAG)  # docs/attention.md
 _SPREAD = (ALL_GATHER, RING, ZIGZAG)
 
 Given = str | Mapping[str, str] | None

@@ -343,11 +343,11 @@ def forward(
     """
 
     def attend(so_far: Partial, piece: Piece, kv: KeysValues) -> Partial:
-        attend = ring.kernel.attend
-        assert attend is not None, "refused before"
         keys, values = piece.keys.of(kv[0]), piece.keys.of(kv[1])
         rows = piece.queries
-        out, lse = attend(rows.of(q), keys, values, ring.scores, piece.mask)
+        out, lse = ring.kernel.module.attend(
+            rows.of(q), keys, values, ring.scores, piece.mask
+        )
         return merge(so_far, (rows.spread(out), rows.spread(lse, -jnp.inf)))
 
     pieces = Pieces(
@@ -394,12 +394,12 @@ def backward(ring: Ring, kept: Residuals, dout: Array) -> tuple[Any, ...]:
     q, k, v, out, lse, dout = lax.optimization_barrier((q, k, v, out, lse, dout))
 
     def add(so_far: Sequence[Array], piece: Piece, kv: KeysValues) -> tuple[Array, ...]:
-        gradients = ring.kernel.gradients
-        assert gradients is not None, "refused before"
         queries, keys = piece.queries, piece.keys
         row, *rows = (queries.of(x) for x in (q, out, lse, dout))
         v, k = keys.of(kv[0]), keys.of(kv[1])
-        dq, dk, dv = gradients(row, k, v, *rows, ring.scores, piece.mask)
+        dq, dk, dv = ring.kernel.module.gradients(
+            row, k, v, *rows, ring.scores, piece.mask
+        )
         more = queries.spread(dq), keys.spread(dv), keys.spread(dk)
         return tuple(
             x + one.astype(jnp.float32) for x, one in zip(so_far, more, strict=True)

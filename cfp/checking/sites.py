@@ -82,8 +82,7 @@ def check_sites(
         source, kernel = program.ops[one.op].source, one.functions.how[0]
         site = SiteCheck(name=one.name, source=source, kernel=kernel)
         if any(part.aval(v).size > 1 for v in part.foreign):
-            reason = "it needs what another loop keeps"
-            known[key.digest] = replace(site, reason=reason)
+            known[key.digest] = replace(site, reason="it needs what another loop keeps")
             continue
         kept = context.store.get(key.digest)
         if kept is not None and kept.ok:
@@ -91,8 +90,7 @@ def check_sites(
             continue
         context.measure.tell(f"comparing a replaced part: {one.name}, {source}")
         started = time.perf_counter()
-        found = _compare(context, part, constraints, site)
-        known[key.digest] = found
+        found = known[key.digest] = _compare(context, part, constraints, site)
         if not found.is_wrong and not found.reason:
             seconds = time.perf_counter() - started
             record = ProfileRecord(
@@ -147,8 +145,7 @@ def _compare(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        reason = "there is not enough memory for the part as written"
-        return replace(site, reason=reason)
+        return replace(site, reason="there is not enough memory for it as written")
     return replace(site, off=float(np.max(offs)))
 
 

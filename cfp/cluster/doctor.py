@@ -28,7 +28,6 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from cfp.attention.kernels import KERNELS
 from cfp.profiling.store import cache_dir
 
 PASS, FAIL, ABSENT = "PASS", "FAIL", "ABSENT"
@@ -363,7 +362,11 @@ CHECKS = (
         "try --timeout 600. Wrong result: try JAX_PLATFORMS=cpu, and see ECC errors "
         "(nvidia-smi -q -d ECC); see docs/install/limits.md",
     ),
-    Check(cudnn, KERNELS["cudnn"].remedy),
+    Check(
+        cudnn,
+        "pip install --upgrade nvidia-cudnn-cu13 (or -cu12), in the versions that the "
+        "plugin asks for; cfp plans without it, and attention is XLA's then",
+    ),
 )
 
 

@@ -9,7 +9,7 @@ collectives, measured rates price compute. The estimate ranks choices for measur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain, product
@@ -21,15 +21,7 @@ from cfp.analysis.layout import AS_WRITTEN, Choice, Layout, SegmentKernels, Stor
 from cfp.analysis.segments import Segment
 from cfp.analysis.storage import USUAL_STORAGE
 from cfp.analysis.strategies import Spec, Strategy, block_strategies
-from cfp.attention.kernels import KERNELS, ScoreMemory
-from cfp.attention.matching.functions import Way
-from cfp.attention.matching.matches import (
-    Match,
-    attentions,
-    share_at_once,
-)
 from cfp.cost.memory import (
-    Span,
     Step,
     accumulated_bytes,
     argument_bytes,
@@ -37,19 +29,16 @@ from cfp.cost.memory import (
     fixed_bytes,
     host_bytes,
     host_results,
-    kernel_sites,
     peak_bytes,
     residuals,
     residuals_under,
     result_bytes,
     results_beside,
-    spans_of,
     steps_of,
     value_bytes,
-    values_eliminated_by_kernel,
-    working_bytes,
 )
-from cfp.cost.terms import CAUSAL_SHARE, BlockTerms, Made, Terms
+from cfp.cost.terms import BlockTerms, Made, Terms
+from cfp.kernels.kinds import proposals
 from cfp.profiling.collectives import Rates
 from cfp.settings import HOST_BYTES_PER_MS, LIMITED_MEMORY_AT_LEAST
 
@@ -211,27 +200,23 @@ class Costs:
     def temp_bytes(self, kind: int, candidate: SegmentChoice) -> int:
         """Estimates a running segment's memory, besides the values it keeps."""
         ops, layout = self._kinds[kind].ops, self._layout(kind, candidate)
-        # Of what a kernel changes, the part that is in memory while it computes.
-        shares = dict.fromkeys(
-            values_eliminated_by_kernel(layout, ops, candidate.kernels), 0.0
-        )
-        sizes = dict(layout.frame.mesh)
-        sites = kernel_sites(layout, ops, candidate.kernels)
-        for match, way in sites:
-            share = share_at_once(way, sizes)
-            shares |= dict.fromkeys(match.between, share)
+        program, sizes = layout.frame.program, dict(layout.frame.mesh)
+        kernels, shares = proposals(layout, ops, candidate.kernels), dict[int, float]()
+        for one in kernels:
+            shares |= dict.fromkeys(one.site.between, one.share_at_once(sizes))
+        spans = [span for one in kernels for span in one.spans(program, sizes)]
         shares |= dict.fromkeys(self._results, 0.0)  # They are counted already.
-        shares |= dict.fromkeys(host_results(layout.frame.program), 0.0)
+        shares |= dict.fromkeys(host_results(program), 0.0)
 
         @cache
         def size_of(v: int) -> int:
             if v < 0:
-                return self._working_bytes(spans[-v - 1], sites, size_of)
+                span = spans[-v - 1]
+                return max(0, span.working_bytes - sum(map(size_of, span.counted)))
             spec = _wanted(layout, v)
             return round(shares.get(v, 1.0) * value_bytes(layout, v, spec))
 
-        scores = {KERNELS[way.implementation].scores for _, way in sites}
-        spans, steps = self._steps(kind, ScoreMemory.CHUNKS in scores)
+        steps = self._steps(kind, tuple((span.first, span.last) for span in spans))
         needed = peak_bytes(steps, size_of)
         return max(0, needed - self.least_bytes(kind, candidate.plain).residual_bytes)
 
@@ -242,24 +227,6 @@ class Costs:
         moved = host_bytes(layout, chain.from_iterable(g.args for g in groups))[1]
         return moved / HOST_BYTES_PER_MS
 
-    def _working_bytes(
-        self,
-        span: Span,
-        sites: Sequence[tuple[Match, Way]],
-        size_of: Callable[[int], int],
-    ) -> int:
-        """Computes the memory during an attention, besides its results."""
-        sizes = dict(self.analysis.frame.mesh)
-        for match, way in sites:
-            is_chunked = KERNELS[way.implementation].scores is ScoreMemory.CHUNKS
-            if match.op == span.match and is_chunked:
-                needed = working_bytes(match.problem, way, sizes, span.is_backward)
-                if span.is_backward:
-                    [made] = (x.core.makes for x in match.passes if x.core.is_backward)
-                    needed -= sum(size_of(t.value) for t in made.values())
-                return max(0, needed)
-        return 0
-
     def saved_by_kernel_ms(self, kind: int, candidate: SegmentChoice) -> float:
         """Computes the time saved by a candidate's kernels, less their own."""
         program, ops = self.analysis.frame.program, self._kinds[kind].ops
@@ -267,18 +234,16 @@ class Costs:
             return 0.0
         layout, terms = self._layout(kind, candidate), self._terms
         saved = 0.0
-        for match, way in kernel_sites(layout, ops, candidate.kernels):
+        for one in proposals(layout, ops, candidate.kernels):
             times = [
                 terms.compute_ms(program.ops[op], layout.axes[op])
-                for op in match.ops
+                for op in one.site.ops
                 if op in layout.axes
             ]
             products = sum(matmul_ms for matmul_ms, _ in times)
             others = sum(memory_ms for _, memory_ms in times)
-            share = KERNELS[way.implementation].matmul_share
-            computed = products * (CAUSAL_SHARE if match.problem.causal else 1.0)
-            least_ms = terms.rates.launch_ms
-            saved += others + products - max(computed / share, least_ms)
+            kernel_ms = one.kernel_ms(products, others)
+            saved += others + products - max(kernel_ms, terms.rates.launch_ms)
         return saved
 
     def least_peak_bytes(self, choice: Choice) -> int:
@@ -329,14 +294,9 @@ class Costs:
     def _layout(self, kind: int, candidate: SegmentChoice) -> Layout:
         return self._laid_out(self._kinds[kind].index, candidate.plain.as_written)
 
-    def _find_steps(self, kind: int, in_chunks: bool) -> tuple[list[Span], list[Step]]:
+    def _find_steps(self, kind: int, spans: Sequence[tuple[int, int]]) -> list[Step]:
         frame, ops = self.analysis.frame, self._kinds[kind].ops
-        program, spans = frame.program, list[Span]()
-        if in_chunks:
-            for match in attentions(program).among(program, ops):
-                spans += spans_of(program, match)
-        places = [(one.first, one.last) for one in spans]
-        return spans, steps_of(program, ops, residuals(frame, ops), places)
+        return steps_of(frame.program, ops, residuals(frame, ops), spans)
 
     def _one_way_ms(self, maker: _Side, reader: _Side, values: Sequence[int]) -> float:
         """Estimates the time for a segment to read another one's values."""

@@ -26,27 +26,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from math import ceil, prod
-
-import jax.numpy as jnp
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Frame, Layout, SegmentKernels, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.storage import spec_ways
 from cfp.analysis.strategies import Spec
-from cfp.attention import chunked
-from cfp.attention.matching.functions import Way
-from cfp.attention.matching.matches import (
-    GATHERED,
-    ROUNDS,
-    Match,
-    attentions,
-    keeps_scores,
-    way_of,
-)
-from cfp.attention.problem import AttentionProblem
+from cfp.kernels.kinds import proposals
 from cfp.presets.presets import data_parallel
 from cfp.program.constrain import CHEAP, makeable, rematerializable
 from cfp.program.graph import Op, Program, is_dequantized, searched_once
@@ -355,9 +342,9 @@ def residuals_under(
     layout: Layout, segment: Segment, remat: bool, kernels: SegmentKernels
 ) -> Set[int]:
     """Values that a segment keeps for the backward pass under a choice."""
-    return residuals(layout.frame, segment.ops, remat) - values_eliminated_by_kernel(
-        layout, segment.ops, kernels
-    )
+    every = proposals(layout, segment.ops, kernels)
+    gone = set[int]().union(*(o.site.between for o in every if not o.keeps_between))
+    return residuals(layout.frame, segment.ops, remat) - gone
 
 
 @searched_once
@@ -402,25 +389,6 @@ def _feeds_heavy(program: Program, v: int, first: int) -> bool:
         op.id >= first and op.kind not in CHEAP and op.kind != "reduce"
         for op, _ in uses
     )
-
-
-def kernel_sites(
-    layout: Layout, ops: Sequence[int], kernels: SegmentKernels
-) -> list[tuple[Match, Way]]:
-    """Returns the attentions that kernels compute, each with its way."""
-    program = layout.frame.program
-    matches = attentions(program).among(program, ops) if kernels.attention else []
-    ways = [(one, way_of(program, one, kernels, layout.axes)) for one in matches]
-    return [(one, way) for one, way in ways if isinstance(way, Way)]
-
-
-def values_eliminated_by_kernel(
-    layout: Layout, ops: Sequence[int], kernels: SegmentKernels
-) -> set[int]:
-    """Values that are not in memory any more where kernels compute some ops."""
-    sites = kernel_sites(layout, ops, kernels)
-    less = (match for match, way in sites if not keeps_scores(way))
-    return set().union(*(match.between for match in less))
 
 
 # ------------------------------------------------------------------------- bytes
@@ -614,77 +582,3 @@ def _last_reader(program: Program, v: int, inside: Set[int]) -> int:
 
     uses = uses_through(program, v, is_made_where_it_is_read)
     return max((own(op.id) for op, _ in uses), default=-1)
-
-
-# ----------------------------------------------------------------- attention in chunks
-
-_FLOAT = 4  # Bytes of a number in float32.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Ops in whose place an attention is computed: from the first to the last.
-
-    Attributes:
-        match: the op by which the attention is known.
-    """
-
-    match: int
-    first: int
-    last: int
-    is_backward: bool
-
-
-def spans_of(program: Program, match: Match) -> list[Span]:
-    """Finds the passes in which a program computes an attention."""
-    spans = []
-    for one in (proved.core for proved in match.passes):
-        readers = [t.use[0] for t in one.reads.values()]
-        makers = [program.values[t.value].producer for t in one.makes.values()]
-        first, last = min(readers + makers), max(makers)
-        span = Span(match=match.op, first=first, last=last, is_backward=one.is_backward)
-        spans.append(span)
-    return spans
-
-
-def working_bytes(
-    problem: AttentionProblem, way: Way, sizes: Mapping[str, int], is_backward: bool
-) -> int:
-    """Computes a device's memory beside the values that a pass reads.
-
-    For the backward pass that is the output, too; gradients, in float32, are counted.
-    """
-
-    def ranks(roles: Iterable[str]) -> int:
-        return prod(sizes[axis] for axis, role in way.roles if role in roles)
-
-    own = jnp.dtype(problem.dtype).itemsize
-    batch = problem.batch / ranks(("batch",))
-    heads, kv_heads = (
-        batch * ceil(n / ranks(("heads",))) for n in (problem.heads, problem.kv_heads)
-    )
-    queries = _whole_chunks(problem.queries / ranks(ROUNDS | GATHERED))
-    keys = _whole_chunks(problem.keys / ranks(ROUNDS))
-    rows, columns = min(queries, chunked.CHUNK), min(keys, chunked.CHUNK)
-    has_loops = max(queries, keys) > chunked.CHUNK
-    scores = heads * rows * columns
-    # Numbers for each query, and for each key.
-    query, key = heads * problem.head_dim, kv_heads * problem.head_dim
-    # Products are in float32, and what products read is in the type of the operands.
-    if not is_backward:
-        chunks = rows * query * (own + _FLOAT) + 2 * columns * key * own
-        needed = scores * (_FLOAT + own) + queries * query * _FLOAT
-        return round(needed + has_loops * chunks)
-    chunks = rows * query * (3 * own + _FLOAT) + 2 * columns * key * (own + _FLOAT)
-    needed = 2 * scores * (_FLOAT + own) + has_loops * chunks
-    needed += queries * query * (own + _FLOAT) + 2 * keys * key * _FLOAT
-    if ranks(ROUNDS) > 1:
-        # The keys and values that follow, and of gradients what arrives and is new.
-        needed += 2 * keys * key * (own + 2 * _FLOAT)
-    return round(needed)
-
-
-def _whole_chunks(tokens: float) -> int:
-    """Rounds a number of tokens up to whole chunks."""
-    whole, chunk = ceil(tokens), chunked.CHUNK
-    return whole if whole <= chunk else ceil(whole / chunk) * chunk

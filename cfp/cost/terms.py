@@ -32,10 +32,6 @@ from cfp.program.graph import Op, dtype_bytes, op_flops, product_dtype
 from cfp.program.rules import Rule, padded_size
 from cfp.settings import HOST_BYTES_PER_MS
 
-# Of an attention's products, those that a kernel computes under a causal mask. Rates
-# of kernels count these alone.
-CAUSAL_SHARE = 0.5
-
 Made = tuple[Spec, tuple[str, ...]]  # how a value comes: (sharding, unreduced axes)
 
 

@@ -30,9 +30,9 @@ from pydantic import (
 )
 
 from cfp.analysis.strategies import Spec
-from cfp.attention.kernels import KERNELS
 from cfp.errors import PlanMismatch
 from cfp.fields import Count, Flag, Name, first_error, matching, shown
+from cfp.kernels.kinds import KERNELS, known_kernels
 from cfp.plan.parts import PlanRow, PlanSegment, shape_of
 from cfp.profiling.record import refused_option
 from cfp.program.constrain import Constraints, Rematerialization
@@ -202,8 +202,8 @@ def _are_known(
             raise ValueError("nothing shared beside parameters of its own")
         if len(shared) < len(segment.shared) or not shared <= owned:
             raise ValueError("each shared parameter once, as its segment stores it")
-    if not {segment.kernels.attention for segment in segments} <= {"", *KERNELS}:
-        raise ValueError(f"kernels of attention: {', '.join(KERNELS)}")
+    if not {pair for one in segments for pair in one.kernels} <= known_kernels():
+        raise ValueError(f"kernels among {', '.join(KERNELS)}")
     return segments
 
 

@@ -96,14 +96,16 @@ class KindFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftFigures:
-    """Attentions that stay as written, though kernels may compute them.
+    """Parts of a step that stay as written, though kernels may compute such parts.
 
     Attributes:
-        source: source line of the attentions.
+        kind: kind of kernels, such as "attention".
+        source: source line of the parts.
         reason: reason against a kernel.
         kernel: the kernel that cannot compute them; "" for all kernels.
     """
 
+    kind: Words
     source: Words
     reason: Words
     count: Count

@@ -4,16 +4,9 @@ A :class:`Replacement` names values of a program by what reads and makes them, a
 functions that compute the same. JAX lowers these (with `jax.shard_map` over the mesh
 where they are to run on each device by themselves), and their ops, calls, and manual
 computations take the place of what computed the values before, which nothing reads any
-more. How to use it, say for ``y = f(x, w)`` with its backward pass:
-
-1. Find the ops in a `Program` (numbers of ops and values), and make sure that nothing
-   else reads what is to go: what is not named in ``makes`` and is still read stays.
-2. Write :class:`Functions`: a frozen dataclass, so that it is hashable and its ``repr``
-   tells what it computes; measurements are remembered by that ``repr``. Have the
-   library's version in it, if results or times depend on one. ``stages(mesh)`` gives a
-   function for each stage.
-3. Put a `Replacement` with its stages and these functions into `Constraints.replaced`.
-   `constrain` does the rest, in whole programs and in parts cut out of them.
+more. `cfp.kernels.kinds` has the protocol of what proposes replacements. Functions are
+hashable, and their ``repr`` tells what they compute, since measurements are remembered
+by it: the library's version is in it, if results or times depend on one.
 
 A stage reads *uses*, (op id, operand index): it takes what that op takes there, behind
 its sharding constraints, and rematerialized where that is. It makes values, which come

@@ -29,9 +29,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.analysis.strategies import Strategy, block_strategies
-from cfp.attention.kernels import KERNELS
 from cfp.context import PlanContext
 from cfp.devices.described import DescribedMesh
+from cfp.kernels.kinds import known_kernels
 from cfp.printable import waiting_text
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build, default_threads
 from cfp.profiling.jobs import build_all
@@ -474,8 +474,8 @@ def _read(
         and len(choice.storage) == len(analysis.frame.groups)
         and all(one in those for one, those in zip(choice.blocks, options, strict=True))
         and all(index in segments for index in choice.remat)
-        and all(index in segments for index, _ in choice.kernels)
-        and all(one and one.attention in ("", *KERNELS) for _, one in choice.kernels)
+        and all(index in segments and one for index, one in choice.kernels)
+        and choice.all_kernels <= known_kernels()
         and refused_option(kept.options) is None
     ):
         return Candidate(EARLIER_RUN, choice, level=kept.level, options=kept.options)
@@ -484,8 +484,8 @@ def _read(
 
 def _is_asked_for(context: PlanContext, choice: Choice) -> bool:
     """True if all that a choice replaces may be replaced now."""
-    allowed = context.rules.replacing_for_memory
-    return all(one.attention in ("", *allowed.attention) for _, one in choice.kernels)
+    allowed = context.rules.replacing_for_memory.kernels
+    return choice.all_kernels <= known_kernels(allowed)
 
 
 # ------------------------------------------------------------ the same question, again

@@ -174,10 +174,10 @@ def with_kernels(
 def with_preferred_kernels(
     analysis: Analysis, choice: Choice, replacing: Replacing, rates: Rates | None
 ) -> Choice:
-    """Adds attention kernels to a choice as written, without a search.
+    """Adds kernels to a choice as written, without a search.
 
     Each segment gets the kernel with the largest estimated gain, if there is a gain. If
-    rates are unknown, it gets the preferred kernel that can compute its attentions.
+    rates are unknown, it gets the preferred kernel that can compute its sites.
     """
     costs = Costs(analysis, rates) if rates is not None else None
 

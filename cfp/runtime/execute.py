@@ -17,7 +17,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import keystr, tree_leaves, tree_leaves_with_path, tree_unflatten
 
 from cfp.analysis.strategies import Spec
-from cfp.attention.matching.functions import NAME, Way
-from cfp.attention.matching.matches import attentions, refusal_of, replacements
 from cfp.errors import PlanMismatch
+from cfp.kernels.kinds import resolved
 from cfp.printable import counted
 from cfp.profiling.builder import BuildEnvironment, Built, Job
 from cfp.profiling.hlo import compile_right
@@ -51,7 +50,7 @@ from cfp.program.jaxprs import (
 from cfp.program.memory import in_memory
 from cfp.program.part import Signature, shardings, signature
 from cfp.program.read import Outline, other_program
-from cfp.program.replace import Replacement, erase_unread
+from cfp.program.replace import erase_unread
 from cfp.program.step import FlatStep
 from cfp.program.trace import Alarm, Lowering, exported, lower_step, read_lowering
 from cfp.program.widen import widened
@@ -540,50 +539,3 @@ def _executables(mesh: Mesh, environment: BuildEnvironment) -> Executables | Non
     if environment.executables_dir is None or not alone or jax.process_count() > 1:
         return None
     return Executables(environment.executables_dir)
-
-
-# ------------------------------------------------------------------------ replaced ops
-
-# A plan's file says by what an attention is computed, and not what it is: that follows
-# from the program, whose constants may be others than those that were planned with.
-
-
-def resolved(program: Program, mesh: Mesh, constraints: Constraints) -> Constraints:
-    """Constraints whose replacements are those of a program, by what they say.
-
-    Raises:
-        PlanMismatch: the program has nothing that could be replaced so.
-    """
-    if not constraints.replaced:
-        return constraints
-    wanted = {(one.name, one.op): one.functions.how for one in constraints.replaced}
-    found: list[Replacement] = []
-    for (name, op), how in wanted.items():
-        if name != NAME:
-            raise PlanMismatch(
-                f"The plan replaces {name!r}, which cfp does not know. Plan again."
-            )
-        found += _attention(program, mesh, op, how)
-    return replace(constraints, replaced=tuple(found))
-
-
-def _attention(
-    program: Program, mesh: Mesh, op: int, how: Sequence[str]
-) -> tuple[Replacement, ...]:
-    known = attentions(program)
-    match = known.found.get(op)
-    if match is None:
-        raise PlanMismatch(
-            f"The plan computes the attention of op {op} by {how[0]}; in the step's "
-            f"program that is no attention that may be replaced: {known.reason(op)}. "
-            "Plan again."
-        )
-    way = Way.read(how)
-    platform = mesh.devices.flat[0].platform
-    reason = refusal_of(match.problem, way, dict(mesh.shape), platform)
-    if reason is not None:
-        raise PlanMismatch(
-            f"The plan computes the attention at {match.source} by {way}, which "
-            f"these devices do not: {reason}. Plan again."
-        )
-    return replacements(program, match, way)

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, product
 
 import numpy as np
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, SegmentKernels, Storage
+from cfp.analysis.layout import AS_WRITTEN, Choice, SegmentKernels, Storage
 from cfp.analysis.storage import USUAL_STORAGE
 from cfp.analysis.strategies import Strategy
-from cfp.attention.matching.functions import Way
-from cfp.attention.matching.matches import attentions, refusal_of, way_of
 from cfp.cost.costs import (
     SegmentChoice,
     SegmentEstimate,
@@ -27,6 +25,7 @@ from cfp.cost.costs import (
     segment_candidate,
 )
 from cfp.cost.terms import Terms
+from cfp.kernels.kinds import KINDS, Kind
 from cfp.presets.presets import (
     PRESETS,
     PROPAGATED,
@@ -262,27 +261,27 @@ def kernel_variants(
     analysis: Analysis, kind: int, candidate: SegmentChoice, replacing: Replacing
 ) -> list[SegmentChoice]:
     """A candidate with kernels in place, in each way that is worth a look."""
-    if candidate.kernels:
+    if candidate.kernels or not replacing.kernels:
         return []
     index = analysis.representatives[kind]
     frame, ops = analysis.frame, analysis.segments[index].ops
     program = frame.program
-    matches = attentions(program).among(program, ops) if replacing.attention else []
-    if not matches:
+    sites = {of.NAME: of.find(program).among(program, ops) for of in KINDS}
+    if not any(sites.values()):
         return []
-    layout, sizes = layout_of(analysis, {index: candidate}), dict(frame.mesh)
+    layout = layout_of(analysis, {index: candidate})
+    where = dict(frame.mesh), replacing.platform
 
-    def can(kernels: SegmentKernels) -> bool:
-        """True if they can compute all attentions that they apply to."""
-        ways = [(m.problem, way_of(program, m, kernels, layout.axes)) for m in matches]
-        able = [(problem, way) for problem, way in ways if isinstance(way, Way)]
-        reasons = (refusal_of(*one, sizes, replacing.platform) for one in able)
-        return bool(able) and not any(reasons)
+    def can(of: Kind, name: str) -> bool:
+        """True if a kernel can compute all sites where it may be."""
+        every = [of.propose(program, s, name, layout.axes) for s in sites[of.NAME]]
+        able = [one for one in every if not isinstance(one, str)]
+        return bool(able) and not any(one.refusal(*where) for one in able)
 
-    kernels = []
-    for spread in ("", "ring"):
-        every = [
-            SegmentKernels(attention=n, spread=spread) for n in replacing.attention
-        ]
-        kernels += [*islice(filter(can, every), 1)]
-    return [replace(candidate, kernels=one) for one in kernels]
+    ways: list[list[SegmentKernels]] = []
+    for of in KINDS:
+        rows = of.variants(replacing.kernels)
+        able = ([(of.NAME, name) for name in row if can(of, name)] for row in rows)
+        ways.append([*((names[0],) for names in able if names), AS_WRITTEN])
+    kernels = (tuple(chain(*way)) for way in product(*ways))
+    return [replace(candidate, kernels=one) for one in kernels if one]

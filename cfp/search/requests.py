@@ -28,7 +28,6 @@ from cfp.analysis.layout import (
 )
 from cfp.analysis.storage import even_spec
 from cfp.analysis.strategies import Spec
-from cfp.attention.matching.matches import replacements
 from cfp.cost.costs import (
     Costs,
     SegmentChoice,
@@ -36,15 +35,15 @@ from cfp.cost.costs import (
     layout_of,
     segment_candidate,
 )
-from cfp.cost.memory import kernel_sites, turning_point
+from cfp.cost.memory import turning_point
 from cfp.errors import CfpError
+from cfp.kernels.kinds import proposals
 from cfp.presets.presets import activations
 from cfp.printable import mesh_text
 from cfp.profiling.builder import Job
 from cfp.profiling.record import Parts, ProfileKey, ProfileRecord
 from cfp.program.constrain import VERSION, Constraints, rematerializable
 from cfp.program.part import Part, cut_part, numbered, whole
-from cfp.program.replace import Replacement
 from cfp.search.choices import (
     first_candidates,
     kernel_variants,
@@ -77,11 +76,12 @@ def _constrain(
     kernel are sharded as the kernel reads them: keys of a ring must not be gathered.
     """
     frame, program = layout.frame, layout.frame.program
-    replaced: list[Replacement] = []
-    for index, one in kernels:
-        ops = analysis.segments[index].ops
-        for match, way in kernel_sites(layout, ops, one):
-            replaced += replacements(program, match, way)
+    replaced = [
+        replacement
+        for index, own in kernels
+        for one in proposals(layout, analysis.segments[index].ops, own)
+        for replacement in one.replacements(program)
+    ]
     turn, within = turning_point(frame), set(part.ops)
     again = (
         rematerializable(

@@ -6,18 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import starmap
+from math import inf
 from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, SegmentKernels, Storage, lay_out
-from cfp.attention.matching.matches import (
-    Match,
-    attentions,
-    refusal_of,
-    was_searched,
-    way_of,
-)
 from cfp.cost.costs import SegmentChoice, segment_candidate
+from cfp.kernels.kinds import KINDS, Kind
 from cfp.plan.describe import axis_roles, sharded_kernels
 from cfp.plan.parts import (
     AlikeBlocks,
@@ -61,14 +56,18 @@ def with_figures(
         dimensions: the kinds of choices of the search.
     """
     layout = lay_out(analysis.frame, choice)
-    left = Counter(_kernels(analysis, layout, choice, replacing, failed, problem))
+    left = Counter(
+        (kind.NAME, *row)
+        for kind in KINDS
+        for row in _left(kind, analysis, layout, choice, replacing, failed, problem)
+    )
     found = Figures(
         kernels=sharded_kernels(layout),
         budget_bytes=budget_bytes,
         chosen=tuple(str(one) for one in Dimension if one in dimensions),
         left=tuple(
-            LeftFigures(source=source, reason=reason, count=n, kernel=kernel)
-            for (kernel, source, reason), n in left.items()
+            LeftFigures(kind=kind, source=source, reason=reason, count=n, kernel=kernel)
+            for (kind, kernel, source, reason), n in left.items()
         ),
     )
     if problem is not None:
@@ -77,7 +76,8 @@ def with_figures(
     return replace(plan, figures=found)
 
 
-def _kernels(
+def _left(
+    kind: Kind,
     analysis: Analysis,
     layout: Layout,
     choice: Choice,
@@ -85,70 +85,62 @@ def _kernels(
     failed: Mapping[SegmentKernels, str],
     problem: Problem | None,
 ) -> Iterator[tuple[str, str, str]]:
-    """Lists attentions without a kernel, and preferred kernels that cannot be used.
+    """Lists sites without a kernel, and preferred kernels that cannot be used.
 
     Yields:
         The kernel, the source and the reason.
     """
     program = analysis.frame.program
-    if not was_searched(program) or not (replacing.attention or choice.kernels):
+    was_searched = (kind.find,) in program.looked_for
+    if not was_searched or not (replacing.kernels or choice.kernels):
         return
     where = dict(analysis.frame.mesh), replacing.platform
-
-    def refusal(match: Match, kernel: SegmentKernels) -> str | None:
-        way = way_of(program, match, kernel, layout.axes)
-        if isinstance(way, str):
-            return way
-        reason = refusal_of(match.problem, way, *where)
-        if reason is None or match.problem.dtype != "float32":
-            return reason
-        narrow = replace(match.problem, dtype="bfloat16")
-        can = refusal_of(narrow, way, *where) is None
-        return reason + "; it would with q, k and v in bfloat16" * can
-
-    for one in attentions(program).left_alone:
+    rows = kind.variants(replacing.kernels)
+    for one in kind.find(program).left_alone:
         yield "", short_source(one.source), one.reason
     for segment in analysis.segments:
-        own, names = choice.kernels_of(segment.index), [*replacing.attention]
-        taken = own.attention
+        taken = dict(choice.kernels_of(segment.index)).get(kind.NAME, "")
+        names = next((row for row in rows if taken in row), rows[0])
         preferred = names[: names.index(taken)] if taken in names else names
-        for match in attentions(program).among(program, segment.ops):
-            source = short_source(match.source)
-            way = way_of(program, match, own, layout.axes) if taken else ""
-            if taken and isinstance(way, str):
-                yield "", source, way
+        for site in kind.find(program).among(program, segment.ops):
+            source, reasons = short_source(site.source), dict[str, str | None]()
+            own = taken and kind.propose(program, site, taken, layout.axes)
+            if taken and isinstance(own, str):
+                yield "", source, own
                 continue
-            reasons = {
-                name: refusal(match, replace(own, attention=name)) for name in preferred
-            }
+            for name in preferred:
+                one = kind.propose(program, site, name, layout.axes)
+                reasons[name] = one if isinstance(one, str) else one.refusal(*where)
             yield from ((name, source, why) for name, why in reasons.items() if why)
             if not taken:
                 able = [name for name, reason in reasons.items() if reason is None]
                 options = problem.options[segment.kind] if problem else None
-                yield "", source, _unused(able, failed, options)
+                yield "", source, _unused(kind.NAME, able, failed, options)
 
 
 def _unused(
+    kind: str,
     able: Sequence[str],
     failed: Mapping[SegmentKernels, str],
     options: Sequence[Option] | None,
 ) -> str:
-    """Explains why an attention stays as written."""
+    """Explains why a site stays as written."""
     if not able:
         return NONE_CAN
     for name in able:
-        if why := failed.get(SegmentKernels(attention=name)):
+        if why := failed.get(((kind, name),)):
             return f"{name} {why.partition(chr(10))[0]}"
     text = f"{' or '.join(able)} can compute it; "
     if options is None:
         return f"{text}nothing was searched for this plan"
-    with_it = [o for o in options if o.candidate.kernels.attention in able]
-    if not with_it:
+    times = {True: inf, False: inf}
+    for one in options:
+        has_it = kind in dict(one.candidate.kernels)
+        times[has_it] = min(times[has_it], one.time_ms)
+    if times[True] == inf:
         return f"{text}no strategy was tried with it"
-    best_ms = min(one.time_ms for one in with_it)
-    others = [o.time_ms for o in options if o.candidate.kernels.attention not in able]
-    without = f", {min(others):.3f} ms without" if others else ""
-    return f"{text}a segment takes {best_ms:.3f} ms with it{without}"
+    without = f", {times[False]:.3f} ms without" if times[False] < inf else ""
+    return f"{text}a segment takes {times[True]:.3f} ms with it{without}"
 
 
 # ----------------------------------------------------------------------------- search
@@ -222,7 +214,7 @@ def worth(
         "sharding": lambda kind, one: (kind, one.strategies) in shared,
         "storage": lambda _, one: one.storage is Storage.USED,
         "rematerialization": lambda _, one: not one.remat,
-        "attention kernels": lambda _, one: not one.kernels.attention,
+        "kernels": lambda _, one: not one.kernels,
     }
     found = []
     for name in (*goes_without, "compiler options"):

@@ -6,7 +6,7 @@ where that finds none.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from math import prod
 
@@ -108,7 +108,6 @@ def _in_host(plan: Plan) -> Values:
     return f"{'; '.join(parts)} ({names})"
 
 
-_PLURALS = {"attention": "attentions"}
 _RINGS = {"ring", "zigzag"}
 
 
@@ -119,7 +118,7 @@ def _replaced(plan: Plan) -> Values:
         rings = sorted({role.rpartition("=")[2] for role in roles} & _RINGS)
         counts[name, f"by {first}{''.join(f' in a {one}' for one in rings)}"] += 1
     return ", ".join(
-        f"{count} {name if count == 1 else _PLURALS.get(name, name)} {how}"
+        f"{counted(count, name, f'{name}s')} {how}"
         for (name, how), count in counts.items()
     )
 
@@ -152,13 +151,18 @@ def _gains(is_measured: bool) -> Callable[[Plan], Values]:
 
 
 def _left(has_kernel: bool) -> Callable[[Plan], Values]:
-    """Lists attentions that stay as written and kernels that fail, with reasons."""
+    """Lists parts that stay as written, or kernels that fail, by kind, with reasons."""
 
     def values(plan: Plan) -> Values:
         every = plan.figures.left if plan.figures else ()
         refused = any(one.kernel for one in every)  # They say it of each kernel.
         some = [o for o in every if not (refused and o.reason == words.NONE_CAN)]
-        return few([_left_text(o) for o in some if bool(o.kernel) == has_kernel], "; ")
+        texts = defaultdict[str, list[str]](list)
+        for one in some:
+            if bool(one.kernel) == has_kernel:
+                texts[one.kind].append(_left_text(one))
+        said = "not" if has_kernel else "as written:"
+        return "; ".join(f"{kind} {said} {few(of, '; ')}" for kind, of in texts.items())
 
     return values
 
@@ -270,8 +274,8 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (_chosen_among, "chosen among {} alone, as choose= (--choose) asks"),
     (_gains(is_measured=True), "worth as measured: {}"),
     (_gains(is_measured=False), "worth by prediction: {}"),
-    (_left(has_kernel=False), "attention as written: {}"),
-    (_left(has_kernel=True), "attention not {}"),
+    (_left(has_kernel=False), "{}"),
+    (_left(has_kernel=True), "{}"),
     (
         _count("constraints_left_out", "sharding constraint", "sharding constraints"),
         "left out: {} of the step's own, since the plan decides",

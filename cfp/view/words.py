@@ -62,9 +62,8 @@ def parameters_text(stored: str) -> str:
 
 
 def kernels_text(kernels: SegmentKernels) -> str:
-    """Describes the kernel of a segment's attentions; "" if there is none."""
-    attention = " ".join(filter(None, (kernels.attention, kernels.spread)))
-    return f"{attention} attention" if attention else ""
+    """Describes the kernels of a segment; "" if there are none."""
+    return ", ".join(f"{name} {kind}" for kind, name in kernels)
 
 
 def strategy_text(strategy: StrategyFigures) -> str:

@@ -15,10 +15,9 @@ from cfp.analysis.layout import Frame, constraints, lay_out
 from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import (
     Match,
-    attentions,
+    find,
+    propose,
     refusal_of,
-    replacements,
-    way_of,
 )
 from cfp.checking.check import Check, Leaf, Reference, compile_alone
 from cfp.presets.presets import DATA_PARALLEL, plainest, presets
@@ -26,7 +25,6 @@ from cfp.program.replace import Replacement, Sites
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import trace
 from cfp.runtime.execute import CompiledStep, load_or_lower
-from cfp_test.support.named_kernels import kernels_named
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Step:
 
     @property
     def attentions(self) -> Sites[Match]:
-        return attentions(self.frame.program)
+        return find(self.frame.program)
 
     def refusal(self, kernel: str) -> str | None:
         """Returns why a kernel cannot compute the attentions on CPUs, if it cannot."""
@@ -87,9 +85,9 @@ class Step:
         layout = lay_out(frame, choice)
         found = []
         for match in self.attentions.found.values():
-            way = way_of(frame.program, match, kernels_named(kernel), layout.axes)
-            assert isinstance(way, Way), way
-            found += replacements(frame.program, match, way)
+            one = propose(frame.program, match, kernel, layout.axes)
+            assert not isinstance(one, str), one
+            found += one.replacements(frame.program)
         constrained = dataclasses.replace(constraints(layout), replaced=tuple(found))
         compiled = load_or_lower(
             self.flat,

@@ -8,8 +8,7 @@ import pytest
 
 import cfp
 from cfp.analysis.layout import constraints, lay_out
-from cfp.attention.matching.functions import Way
-from cfp.attention.matching.matches import attentions, replacements, way_of
+from cfp.attention.matching.matches import find, propose
 from cfp.presets.presets import plainest, presets
 from cfp.program.constrain import constrain
 from cfp.program.replace import erase_unread
@@ -20,7 +19,6 @@ from cfp_test.programs import attentive
 from cfp_test.programs.common import normal
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.support.checking import differences, prepare, shardings
-from cfp_test.support.named_kernels import kernels_named
 
 SIZES = (("x", 4),)
 SHAPE = (4, 16, 4, 8)
@@ -28,7 +26,7 @@ SHAPE = (4, 16, 4, 8)
 
 def found_in(fn, *args):
     mesh = planning_mesh(jax.make_mesh((4,), ("x",)))
-    return attentions(trace(flatten_step(fn, args), mesh)[0])
+    return find(trace(flatten_step(fn, args), mesh)[0])
 
 
 def gradients(weigh):
@@ -149,10 +147,10 @@ def replaced(make, kernel):
         lay_out(case.frame, plainest(presets(case.frame))),
     )
     found = []
-    for match in attentions(program).found.values():
-        way = way_of(program, match, kernels_named(kernel), layout.axes)
-        assert isinstance(way, Way)
-        found += replacements(program, match, way)
+    for match in find(program).found.values():
+        one = propose(program, match, kernel, layout.axes)
+        assert not isinstance(one, str)
+        found += one.replacements(program)
     ins, outs = shardings(case, layout)
     lowering = lower_step(case.step, ins, outs)
     constrained = dataclasses.replace(constraints(layout), replaced=tuple(found))

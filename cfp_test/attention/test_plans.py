@@ -12,7 +12,7 @@ import cfp
 from cfp.analysis.analyze import analyze
 from cfp.attention import chunked
 from cfp.attention.matching.functions import Way
-from cfp.attention.matching.matches import attentions, refusal_of, replacements
+from cfp.attention.matching.matches import AttentionProposal, find, refusal_of
 from cfp.attention.problem import AttentionProblem
 from cfp.checking.check import Check, both_sides
 from cfp.checking.verify import verify
@@ -207,11 +207,11 @@ def test_on_virtual_devices_kernels_are_for_memory(mesh, tmp_path):
     """XLA's own attention stays if times decide: it is the fastest on a CPU."""
     with open_context(mesh, tmp_path) as context:
         assert context.rules.replacing == Replacing()
-        assert context.rules.replacing_for_memory.attention == ("chunked",)
+        assert context.rules.replacing_for_memory.kernels == ("chunked",)
     for asked in (("xla",), ()):
         settings = cfp.PlannerSettings(attention=asked)
         with open_context(mesh, tmp_path, None, settings) as context:
-            assert context.rules.replacing == Replacing(attention=asked)
+            assert context.rules.replacing == Replacing(kernels=asked)
             assert context.rules.replacing_for_memory == context.rules.replacing
 
 
@@ -315,8 +315,8 @@ def test_products_keep_the_precision_that_was_asked_for(mesh, precision):
     program = analyze_step(
         flatten_step(asked, arguments()), mesh
     ).analysis.frame.program
-    [match] = attentions(program).found.values()
-    for one in replacements(program, match, Way("chunked")):
+    [match] = find(program).found.values()
+    for one in AttentionProposal(match, Way("chunked")).replacements(program):
         function = one.functions.stages(mesh)[0]
         shapes = [
             jax.ShapeDtypeStruct(s, d)
@@ -357,9 +357,9 @@ def test_kernels_that_cannot_are_told_with_the_reason(tmp_path):
 @pytest.mark.explained("Attention as written")
 def test_a_kernel_that_could_and_was_not_chosen_is_named(planned, mesh):
     analysis = analyze_step(flatten_step(step, arguments()), mesh).analysis
-    assert attentions(analysis.frame.program).found
+    assert find(analysis.frame.program).found
     choice = presets(analysis.frame)["data_parallel"]
-    kernels = Replacing(attention=("cudnn", "chunked", "xla"), platform="cpu")
+    kernels = Replacing(kernels=("cudnn", "chunked", "xla"), platform="cpu")
     told = with_figures(planned[0], analysis, choice, None, kernels)
     why = "chunked or xla can compute it; nothing was searched for this plan"
     left = {one.kernel: one.reason for one in told.figures.left}

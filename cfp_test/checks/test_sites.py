@@ -9,13 +9,12 @@ import pytest
 
 from cfp import PlannerSettings, api
 from cfp.analysis.layout import constraints, lay_out
-from cfp.attention.matching.matches import replacements, way_of
+from cfp.attention.matching.matches import propose
 from cfp.checking.sites import check_sites
 from cfp.context import open_context
 from cfp.platform import all_meshes
 from cfp.presets.presets import plainest, presets
 from cfp_test.attention.replaced import Step
-from cfp_test.support.named_kernels import kernels_named
 
 BATCH, TOKENS, HEADS, DIM = 4, 32, 2, 8
 POSITIONS = np.arange(TOKENS)
@@ -66,8 +65,9 @@ def checked(step, folder, change=lambda meaning: meaning):
     layout = lay_out(frame, plainest(presets(frame)))
     found = []
     for match in step.attentions.found.values():
-        way = way_of(frame.program, match, kernels_named("xla"), layout.axes)
-        found += replacements(frame.program, match, way)
+        one = propose(frame.program, match, "xla", layout.axes)
+        assert not isinstance(one, str), one
+        found += one.replacements(frame.program)
     changed = []
     for one in found:
         meaning = change(one.functions.meaning)

@@ -1,6 +1,7 @@
 """Estimated memory of attention in chunks, beside that of compiled programs."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import jax
@@ -12,10 +13,9 @@ from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import AxisChoice
 from cfp.attention import chunked
 from cfp.attention.matching.functions import Way
-from cfp.attention.matching.matches import attentions
+from cfp.attention.matching.matches import AttentionProposal, find
 from cfp.attention.problem import AttentionProblem
 from cfp.cost.costs import Costs, segment_candidate
-from cfp.cost.memory import working_bytes
 from cfp.presets.presets import presets
 from cfp.presets.roles import axis_walk
 from cfp.profiling.builder import BuildEnvironment, Built, build
@@ -66,7 +66,7 @@ def tokens_spread(frame):
     choices = axis_walk(frame, "data", size, 1)
     program = frame.program
     queries = {}
-    for op, match in attentions(program).found.items():
+    for op, match in find(program).found.items():
         rule = program.ops[op].rule
         place = match.letters.index(match.meaning.tokens)
         queries[op] = AxisChoice(rule.major(rule.results[0][place]))
@@ -77,7 +77,7 @@ def tokens_spread(frame):
     return Choice(tuple(strategies), (Storage.SHARDED,) * len(frame.groups))
 
 
-def estimated_and_compiled(tokens, name, spread=""):
+def estimated_and_compiled(tokens, name, kernel="chunked"):
     """Bytes that a device needs besides arguments, by estimate and as compiled."""
     mesh = make_mesh((("x", DEVICES),))
     flat = flatten_step(step, arguments(tokens), donate_argnums=0)
@@ -86,13 +86,13 @@ def estimated_and_compiled(tokens, name, spread=""):
     known = presets(frame)
     choice = tokens_spread(frame) if name == "queries" else known[name]
     costs = Costs(analysis, Rates.default([]))
-    replacing = Replacing(attention=("chunked",))
+    replacing = Replacing(kernels=("chunked",))
     [segment] = analysis.segments
     plain = segment_candidate(analysis, segment.index, choice)
     [one] = [
         one
         for one in kernel_variants(analysis, segment.kind, plain, replacing)
-        if one.kernels.spread == spread
+        if one.kernels == (("attention", kernel),)
     ]
     estimated = costs.temp_bytes(segment.kind, one)
     estimated += costs.least_bytes(segment.kind, one).residual_bytes
@@ -106,10 +106,10 @@ def estimated_and_compiled(tokens, name, spread=""):
 @cover_values(
     tokens=[128, 512, 320],
     way=[
-        ("data_parallel", ""),
-        ("tensor_parallel", ""),
-        ("queries", ""),
-        ("queries", "ring"),
+        ("data_parallel", "chunked"),
+        ("tensor_parallel", "chunked"),
+        ("queries", "chunked"),
+        ("queries", "chunked ring"),
     ],
 )
 def test_attention_in_chunks_needs_about_what_is_estimated(tokens, way):
@@ -134,7 +134,9 @@ PROBLEM = AttentionProblem(
 def test_axes_divide_what_they_shard(is_backward):
     def needs(*roles, **changes):
         problem = replace(PROBLEM, **changes)
-        return working_bytes(problem, Way("chunked", roles), {"x": 2}, is_backward)
+        match = SimpleNamespace(problem=problem)
+        one = AttentionProposal(match, Way("chunked", roles))
+        return one.working_bytes({"x": 2}, is_backward)
 
     whole = needs()
     assert needs(("x", "batch")) == needs(("x", "heads")) == whole // 2

@@ -45,21 +45,16 @@ def _plant_spec(put: Set) -> None:
 
 
 def _plant_mask(put: Set) -> None:
-    from cfp.attention.kernels import Kernel
+    from cfp.attention.kernels import KERNELS
 
-    function = Kernel._function
-
-    def unmasked(kernel: Kernel, name: str) -> Any:
-        found = function(kernel, name)
-        if name != "whole":
-            return found
-
+    def unmasked(found: Any) -> Any:
         def whole(q: Any, k: Any, v: Any, scores: Any, mask: Any, bias: Any) -> Any:
             return found(q, k, v, scores, replace(mask, causal=False), bias)
 
         return whole
 
-    put(Kernel, "_function", unmasked)
+    for kernel in KERNELS.values():
+        put(kernel.module, "whole", unmasked(kernel.module.whole))
 
 
 def _plant_budget(put: Set) -> None:

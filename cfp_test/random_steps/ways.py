@@ -83,7 +83,7 @@ def sharding_of(analysis: Analysis, way: Way) -> Sharding:
 
 def _with_kernels(analysis: Analysis, choice: Choice, rng: random.Random) -> Choice:
     """A choice with kernels for its attentions."""
-    kernels = Replacing(attention=(rng.choice(NAMES),))
+    kernels = Replacing(kernels=(rng.choice(NAMES),))
     found = []
     for segment in analysis.segments:
         if analysis.representatives[segment.kind] != segment.index:

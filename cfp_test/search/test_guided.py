@@ -451,7 +451,7 @@ class WithKernels(Devices):
 
     def __init__(self, analysis, estimates, gain_ms, **options):
         super().__init__(analysis, estimates, **options)
-        self.maker = replace(self.maker, replacing=Replacing(attention=("chunked",)))
+        self.maker = replace(self.maker, replacing=Replacing(kernels=("chunked",)))
         self.gain_ms = gain_ms
 
     def time_ms(self, kind, candidate):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from cfp.analysis.layout import SegmentKernels, Storage
+from cfp.analysis.layout import Storage
 from cfp.errors import CfpError
 from cfp.plan.parts import AlikeBlocks, Role, StrategyFigures
 from cfp.plan.plan import Plan
@@ -71,7 +71,7 @@ def strategy(*blocks, storage=None, kernel="", remat=False) -> StrategyFigures:
             for names, *roles in blocks
         ),
         storage=storage,
-        kernels=SegmentKernels(attention=kernel),
+        kernels=(("attention", kernel),) if kernel else (),
         rematerialized=remat,
     )
 

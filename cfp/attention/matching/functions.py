@@ -110,10 +110,6 @@ class Way:
             raise PlanMismatch(f"cfp computes no attention by {', '.join(how)}.")
         return cls(implementation, roles)
 
-    def __str__(self) -> str:
-        spread = [role for _, role in self.roles if role in ("ring", "zigzag")]
-        return " ".join((self.implementation, *spread))
-
 
 @dataclass(frozen=True, slots=True)
 class PassShapes:

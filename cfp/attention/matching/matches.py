@@ -1,16 +1,16 @@
-"""All attentions of a program, and what computes them under a layout."""
+"""Attention as a kind of `cfp.kernels.kinds`: found, and computed under a layout."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import jax.numpy as jnp
 
-from cfp.analysis.layout import SegmentKernels
 from cfp.analysis.strategies import FactorAxes
+from cfp.attention import chunked
 from cfp.attention.call import refusal
 from cfp.attention.kernels import KERNELS, ScoreMemory
 from cfp.attention.matching.core import Steps
@@ -46,9 +46,12 @@ from cfp.program.replace import (
     is_in_order,
 )
 
-ROUNDS = frozenset({"ring", "zigzag"})  # Keys come in parts.
-GATHERED = frozenset({"all_gather"})
-_QUERIES = ROUNDS | GATHERED  # Roles of axes that shard queries.
+_ROUNDS = frozenset({"ring", "zigzag"})  # Keys come in parts.
+_QUERIES = _ROUNDS | {"all_gather"}  # Roles of axes that shard queries.
+_FLOAT = 4  # Bytes of a number in float32.
+# Of an attention's products, those that a kernel computes under a causal mask. Rates
+# of kernels count these alone.
+_CAUSAL_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +84,40 @@ class Match:
         return self.passes[0].meaning
 
 
-def was_searched(program: Program) -> bool:
-    """True if the program was searched for attentions, as kernels require."""
-    return (attentions,) in program.looked_for
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Ops in whose place a kernel computes a pass: from the first to the last.
+
+    Attributes:
+        working_bytes: memory of a device beside the values that the pass reads.
+        counted: values that it makes and that are among these bytes.
+    """
+
+    first: int
+    last: int
+    working_bytes: int
+    counted: tuple[int, ...]
+
+
+def usual(platform: str, for_memory: bool) -> tuple[str, ...]:
+    """Names the kernels that plans use unasked, the preferred first.
+
+    Args:
+        for_memory: whether memory decides.
+    """
+    # decisions.md, "Kernels that compute the same are taken without being asked for".
+    fast = ("cudnn",) if platform in ("gpu", "cuda", "rocm") else ()
+    return (*fast, "chunked") if for_memory else fast
+
+
+def variants(allowed: Sequence[str]) -> list[list[str]]:
+    """Lists kernels whose keys are gathered, and the same in rings."""
+    known = [name for name in allowed if name in KERNELS]
+    return [known, [f"{name} ring" for name in known]]
 
 
 @searched_once
-def attentions(program: Program) -> Sites[Match]:
+def find(program: Program) -> Sites[Match]:
     """All of a program, by the ops that make scores; proved.
 
     Scores that the backward pass recomputes are another attention.
@@ -135,8 +165,8 @@ def _match(region: Region) -> Match:
         passes=tuple(passes),
         problem=_problem(program, passes, sizes),
     )
-    stages = (s for one in replacements(program, found, Way("xla")) for s in one.stages)
-    if not all(is_in_order(program, stage) for stage in stages):
+    made = AttentionProposal(found, Way("xla")).replacements(program)
+    if not all(is_in_order(program, stage) for one in made for stage in one.stages):
         raise Different("what it reads is made after what it makes")
     return found
 
@@ -185,23 +215,19 @@ def _is_kept_wide(program: Program, v: int, dtype: Any) -> bool:
     return is_wide(v) and (is_used or not made.isdisjoint(program.outputs))
 
 
-def way_of(
-    program: Program,
-    match: Match,
-    kernels: SegmentKernels,
-    axes: Mapping[int, FactorAxes],
-) -> Way | str:
-    """Returns the way a kernel computes an attention under a layout, or why it cannot.
+def propose(
+    program: Program, match: Match, kernel: str, axes: Mapping[int, FactorAxes]
+) -> AttentionProposal | str:
+    """Returns a kernel in the place of an attention, or why it cannot be there.
 
     Args:
-        kernels: of a segment: the kernel of its attentions, and how queries are spread.
+        kernel: one of `variants`.
         axes: for ops their factors' axes, of the layout.
     """
-    if kernels.attention not in KERNELS:
-        return "it is no kernel of attention"
     if match.op not in axes:
         return "nothing says how it is sharded"
-    rule, spread = program.ops[match.op].known_rule, kernels.spread or "all_gather"
+    implementation, _, ring = kernel.partition(" ")
+    rule, spread = program.ops[match.op].known_rule, ring or "all_gather"
     dims = zip(rule.results[0], match.letters, strict=True)
     letters = {rule.major(factors): letter for factors, letter in dims}
     heads, roles = match.meaning.heads, list[tuple[str, str]]()
@@ -216,9 +242,129 @@ def way_of(
                 roles.append((axis, "batch"))
             else:
                 return f"axis {axis} shards neither sequences, nor heads, nor queries"
-    if kernels.spread and spread not in [role for _, role in roles]:
+    if ring and spread not in [role for _, role in roles]:
         return f"no axis shards queries for a {spread}"
-    return Way(kernels.attention, tuple(roles))
+    return AttentionProposal(match, Way(implementation, tuple(roles)))
+
+
+def read(match: Match, how: Sequence[str]) -> AttentionProposal:
+    """Reads what a plan's file records; raises PlanMismatch if it is something else."""
+    return AttentionProposal(match, Way.read(how))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProposal:
+    """A kernel in the place of an attention; a `cfp.kernels.kinds.Proposal`."""
+
+    site: Match
+    way: Way
+
+    @property
+    def _scores(self) -> ScoreMemory:
+        return KERNELS[self.way.implementation].scores
+
+    @property
+    def keeps_between(self) -> bool:
+        """True if scores are kept for the backward pass, as XLA's own attention does.
+
+        Where queries are sharded the gradients come from the log-sum-exp of whole rows.
+        """
+        return self._scores is ScoreMemory.ALL and not self._ranks(_QUERIES)
+
+    def share_at_once(self, sizes: Mapping[str, int]) -> float:
+        """The share of a device's scores that is in memory at once."""
+        if self._scores is not ScoreMemory.ALL:
+            return 0.0  # Of chunks see `spans`.
+        return 1 / prod(sizes[axis] for axis in self._ranks(_ROUNDS))
+
+    def kernel_ms(self, matmul_ms: float, memory_ms: float) -> float:
+        """Estimates the kernel's time by that of the ops as written."""
+        share = _CAUSAL_SHARE if self.site.problem.causal else 1.0
+        return matmul_ms * share / KERNELS[self.way.implementation].matmul_share
+
+    def refusal(self, sizes: Mapping[str, int], platform: str) -> str | None:
+        """Returns the reason why devices cannot compute it, or None."""
+        reason = refusal_of(self.site.problem, self.way, sizes, platform)
+        if reason is None or self.site.problem.dtype != "float32":
+            return reason
+        narrow = replace(self.site.problem, dtype="bfloat16")
+        can = refusal_of(narrow, self.way, sizes, platform) is None
+        return reason + "; it would with q, k and v in bfloat16" * can
+
+    def replacements(self, program: Program) -> tuple[Replacement, ...]:
+        """Returns the replacements that compute all passes.
+
+        A backward pass goes on from the last forward pass in its body, if both are the
+        same attention of the same operands; otherwise it computes that again.
+        """
+        passes = self.site.passes
+        forward = [one for one in passes if not one.core.is_backward]
+        backward = [one for one in passes if one.core.is_backward]
+        own = [one for one in forward if [_is_of(one)] == [*map(_is_of, backward)]][-1:]
+        groups = [[one, *(backward if one in own else [])] for one in forward]
+        groups += [backward] if backward and not own else []
+        return tuple(_replacement(program, self, group) for group in groups)
+
+    def spans(self, program: Program, sizes: Mapping[str, int]) -> list[Span]:
+        """Lists what passes need while they run; nothing of kernels without chunks."""
+        found = list[Span]()
+        if self._scores is not ScoreMemory.CHUNKS:
+            return found
+        for one in (proved.core for proved in self.site.passes):
+            made = tuple(t.value for t in one.makes.values())
+            makers = [program.values[v].producer for v in made]
+            first = min(makers + [t.use[0] for t in one.reads.values()])
+            needed = self.working_bytes(sizes, one.is_backward)
+            counted = made if one.is_backward else ()
+            found.append(Span(first, max(makers), needed, counted))
+        return found
+
+    def working_bytes(self, sizes: Mapping[str, int], is_backward: bool) -> int:
+        """Computes a device's memory beside the values that a pass in chunks reads.
+
+        For the backward pass that is the output, too; gradients, in float32, are
+        counted.
+        """
+        problem = self.site.problem
+
+        def ranks(roles: Iterable[str]) -> int:
+            return prod(sizes[axis] for axis in self._ranks(roles))
+
+        own = jnp.dtype(problem.dtype).itemsize
+        batch = problem.batch / ranks(("batch",))
+        heads, kv_heads = (
+            batch * ceil(n / ranks(("heads",)))
+            for n in (problem.heads, problem.kv_heads)
+        )
+        queries = _whole_chunks(problem.queries / ranks(_QUERIES))
+        keys = _whole_chunks(problem.keys / ranks(_ROUNDS))
+        rows, columns = min(queries, chunked.CHUNK), min(keys, chunked.CHUNK)
+        has_loops = max(queries, keys) > chunked.CHUNK
+        scores = heads * rows * columns
+        # Numbers for each query, and for each key.
+        query, key = heads * problem.head_dim, kv_heads * problem.head_dim
+        # Products are in float32, what they read is in the type of the operands.
+        if not is_backward:
+            chunks = rows * query * (own + _FLOAT) + 2 * columns * key * own
+            needed = scores * (_FLOAT + own) + queries * query * _FLOAT
+            return round(needed + has_loops * chunks)
+        chunks = rows * query * (3 * own + _FLOAT) + 2 * columns * key * (own + _FLOAT)
+        needed = 2 * scores * (_FLOAT + own) + has_loops * chunks
+        needed += queries * query * (own + _FLOAT) + 2 * keys * key * _FLOAT
+        if ranks(_ROUNDS) > 1:
+            # The keys and values that follow, and of gradients what arrives and is new.
+            needed += 2 * keys * key * (own + 2 * _FLOAT)
+        return round(needed)
+
+    def _ranks(self, roles: Iterable[str]) -> list[str]:
+        """The axes that have one of some roles."""
+        return [axis for axis, role in self.way.roles if role in roles]
+
+
+def _whole_chunks(tokens: float) -> int:
+    """Rounds a number of tokens up to whole chunks."""
+    whole, chunk = ceil(tokens), chunked.CHUNK
+    return whole if whole <= chunk else ceil(whole / chunk) * chunk
 
 
 def refusal_of(
@@ -232,36 +378,6 @@ def refusal_of(
     except CfpError as error:
         return str(error)
     return refusal(problem, strategy, KERNELS[way.implementation], platform)
-
-
-def keeps_scores(way: Way) -> bool:
-    """Decides if scores are kept for the backward pass, as XLA's own attention does.
-
-    Where queries are sharded the gradients come from the log-sum-exp of whole rows.
-    """
-    scores = KERNELS[way.implementation].scores
-    return scores is ScoreMemory.ALL and not _QUERIES & {r for _, r in way.roles}
-
-
-def share_at_once(way: Way, sizes: Mapping[str, int]) -> float:
-    """Returns the share of a device's scores that is in memory at once."""
-    if KERNELS[way.implementation].scores is not ScoreMemory.ALL:
-        return 0.0  # Of chunks see `cfp.cost`.
-    return 1 / prod(sizes[axis] for axis, role in way.roles if role in ROUNDS)
-
-
-def replacements(program: Program, match: Match, way: Way) -> tuple[Replacement, ...]:
-    """Returns the replacements that compute all passes of an attention in a way.
-
-    A backward pass goes on from the last forward pass in its body, if both are the
-    same attention of the same operands; otherwise it computes that again.
-    """
-    forward = [one for one in match.passes if not one.core.is_backward]
-    backward = [one for one in match.passes if one.core.is_backward]
-    own = [one for one in forward if [_is_of(one)] == [*map(_is_of, backward)]][-1:]
-    groups = [[one, *(backward if one in own else [])] for one in forward]
-    groups += [backward] if backward and not own else []
-    return tuple(_replacement(program, match, way, own) for own in groups)
 
 
 def _is_of(proved: Proved) -> tuple[Any, ...]:
@@ -283,8 +399,9 @@ def _precision(program: Program, match: Match) -> str:
 
 
 def _replacement(
-    program: Program, match: Match, way: Way, passes: Sequence[Proved]
+    program: Program, proposal: AttentionProposal, passes: Sequence[Proved]
 ) -> Replacement:
+    match = proposal.site
     stages: list[Stage] = []
     passed: list[PassShapes] = []
     for proved in passes:
@@ -304,7 +421,7 @@ def _replacement(
         passed.append(PassShapes(one.is_backward, reads, makes, out))
     functions = AttentionFunctions(
         passes[-1].meaning,
-        way,
+        proposal.way,
         tuple(sorted(match.sizes.items())),
         tuple(passed),
         _precision(program, match),

@@ -1,0 +1,142 @@
+"""Kinds of kernels: what may replace parts of a step, and the list.
+
+To add a kind, write its module and name it in `KINDS`. Candidates, estimates, plans and
+their files, and the check of replaced parts, follow from that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from jax.sharding import Mesh
+
+from cfp.analysis.layout import Layout, SegmentKernels
+from cfp.analysis.strategies import FactorAxes
+from cfp.attention.matching import matches as attention
+from cfp.attention.matching.matches import Span
+from cfp.errors import PlanMismatch
+from cfp.program.constrain import Constraints
+from cfp.program.graph import Program
+from cfp.program.replace import Replacement, Sites
+
+_Sizes = Mapping[str, int]  # Of mesh axes.
+
+
+class Proposal(Protocol):
+    """A kernel in the place of a site, under a layout.
+
+    Attributes:
+        site: what `Kind.find` found: it has a ``source``, ``ops``, all that belong to
+            it, and ``between``, the values that no kernel makes.
+        keeps_between: whether the backward pass reads these all the same.
+    """
+
+    @property
+    def site(self) -> Any: ...
+    @property
+    def keeps_between(self) -> bool: ...
+    # The share of a device's values between that is in memory at once.
+    def share_at_once(self, sizes: _Sizes, /) -> float: ...
+    # What it needs in memory while it runs.
+    def spans(self, program: Program, sizes: _Sizes, /) -> Sequence[Span]: ...
+    # Its time, by that of products and of other ops as written.
+    def kernel_ms(self, matmul_ms: float, memory_ms: float, /) -> float: ...
+    # The reason why devices cannot compute it, or None.
+    def refusal(self, sizes: _Sizes, platform: str, /) -> str | None: ...
+    # Functions in the place of the ops; files record their `how`.
+    def replacements(self, program: Program, /) -> tuple[Replacement, ...]: ...
+
+
+class Kind(Protocol):
+    """A module that finds what its kernels may replace, with proof.
+
+    Attributes:
+        NAME: as plans have it, such as "attention".
+        KERNELS: names that users give.
+    """
+
+    @property
+    def NAME(self) -> str: ...
+    @property
+    def KERNELS(self) -> Collection[str]: ...
+    # The kernels that plans use unasked, the preferred first.
+    def usual(self, platform: str, for_memory: bool, /) -> tuple[str, ...]: ...
+    # Kernels of a segment; the first of each row that can is a candidate.
+    def variants(self, allowed: Sequence[str], /) -> Sequence[Sequence[str]]: ...
+    # What kernels are proved to compute.
+    def find(self, program: Program, /) -> Sites[Any]: ...
+    # A kernel in the place of a site, or the reason why it cannot be there.
+    def propose(
+        self,
+        program: Program,
+        site: Any,
+        kernel: str,
+        axes: Mapping[int, FactorAxes],
+        /,
+    ) -> Proposal | str: ...
+    # What a file records; raises PlanMismatch if it is something else.
+    def read(self, site: Any, how: Sequence[str], /) -> Proposal: ...
+
+
+KINDS: tuple[Kind, ...] = (attention,)
+_BY_NAME = {kind.NAME: kind for kind in KINDS}
+KERNELS = tuple(name for kind in KINDS for name in kind.KERNELS)
+
+
+def usual_kernels(platform: str, for_memory: bool) -> tuple[str, ...]:
+    """Names the kernels of all kinds that plans use unasked."""
+    return tuple(name for kind in KINDS for name in kind.usual(platform, for_memory))
+
+
+def known_kernels(allowed: Sequence[str] = KERNELS) -> set[tuple[str, str]]:
+    """Lists what segments may have, with its kind."""
+    return {
+        (kind.NAME, name)
+        for kind in KINDS
+        for row in kind.variants(allowed)
+        for name in row
+    }
+
+
+def proposals(
+    layout: Layout, ops: Collection[int], kernels: SegmentKernels
+) -> list[Proposal]:
+    """Lists the kernels of a segment, each in the place of one site."""
+    program = layout.frame.program
+    every = (
+        _BY_NAME[kind].propose(program, site, name, layout.axes)
+        for kind, name in kernels
+        for site in _BY_NAME[kind].find(program).among(program, ops)
+    )
+    return [one for one in every if not isinstance(one, str)]
+
+
+def resolved(program: Program, mesh: Mesh, constraints: Constraints) -> Constraints:
+    """Constraints whose replacements are those of a program, by what a file says.
+
+    A file says by what a site is computed, and not what it is: that follows from the
+    program, whose constants may be others than those that were planned with.
+
+    Raises:
+        PlanMismatch: the program has nothing that could be replaced so.
+    """
+    wanted = {(one.name, one.op): one.functions.how for one in constraints.replaced}
+    platform, found = mesh.devices.flat[0].platform, list[Replacement]()
+    for (name, op), how in wanted.items():
+        if name not in _BY_NAME:
+            raise PlanMismatch(
+                f"The plan replaces {name!r}, which cfp does not know. Plan again."
+            )
+        kind = _BY_NAME[name]
+        sites = kind.find(program)
+        one = kind.read(sites.found[op], how) if op in sites.found else None
+        reason = one.refusal(dict(mesh.shape), platform) if one else sites.reason(op)
+        if one is None or reason:
+            raise PlanMismatch(
+                f"The plan computes the {name} of op {op} by {how[0]}, which the "
+                f"step's program, or these devices, do not allow: {reason}. Plan again."
+            )
+        found += one.replacements(program)
+    return replace(constraints, replaced=tuple(found))

@@ -70,8 +70,19 @@ def _any_function() -> AbstractContextManager[Any]:
 
 def _any_operands() -> AbstractContextManager[Any]:
     """Takes it that a kernel's scores are those of the step, whatever it reads."""
-    own = lambda one, known: one.run(known)[one.scores]  # noqa: E731
-    return patch.object(proof, "_scores", own)
+    own = proof._reference
+
+    def reference(one: Any, known: Any, table: Any) -> Any:
+        q, k = (known[one.roots[name]] for name in ("q", "k"))
+        scores = one.run(known)[one.scores]
+
+        def contracted(x: Any, y: Any, kept: Any) -> Any:
+            return scores if x is q and y is k else core.contracted(x, y, kept)
+
+        with patch.object(proof, "contracted", contracted):
+            return own(one, known, table)
+
+    return patch.object(proof, "_reference", reference)
 
 
 FAULTS: dict[str, Planted] = {

@@ -39,7 +39,7 @@ from cfp.program.constrain import Constraints, Rematerialization
 from cfp.program.fp8 import PRECISION
 from cfp.program.replace import Recorded, Replacement
 
-FORMAT = 14
+FORMAT = 15
 
 _MOST_BYTES = 64 * 2**20  # The plan of 96 layers has one or two megabytes.
 _MOST_AXES = 16

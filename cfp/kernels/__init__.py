@@ -1,1 +1,1 @@
-"""What may compute parts of a step in another way: one protocol, and the list."""
+"""Kernels that may compute parts of a step: one protocol, and the list of kinds."""

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from math import comb
 from statistics import median
 from typing import Any
@@ -25,9 +26,9 @@ from cfp.profiling.record import ProfileKey, ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.race.programs import RaceRow
 from cfp.runtime.execute import CompiledStep
-from cfp.settings import ConstraintLevel
+from cfp.settings import ConstraintLevel, defaults_of
 from cfp_test.gpu.equal import compile_choice, subject_of
-from cfp_test.gpu.place import Failed, Place
+from cfp_test.gpu.place import Failed, NotRun, Place
 from cfp_test.random_steps.check import Subject
 from cfp_test.support.steps import compare, logged_puts, make_step, stored
 
@@ -72,12 +73,13 @@ def no_slower(place: Place) -> str:
     found = presets(subject.analysis.frame)
     steps = {plan.winner: plan.compile_bound()}
     for row in _best_presets(plan.race):
-        name, level = parts_of(row.name)
-        steps.setdefault(row.name, compile_choice(subject, found[name], level))
+        if row.name not in steps:
+            name, *how = parts_of(row.name)
+            steps[row.name] = compile_choice(subject, found[name], *how)
     samples = _in_turn(steps, subject, place)
     own, *rivals = samples
     if not rivals:
-        return f"{own} is the only one that ran: {median(samples[own]):.2f} ms"
+        raise NotRun(f"no preset was raced with {own}, {median(samples[own]):.2f} ms")
     best = min(rivals, key=lambda name: median(samples[name]))
     ratio = median(a / b for a, b in zip(samples[own], samples[best], strict=True))
     said = (
@@ -91,18 +93,25 @@ def no_slower(place: Place) -> str:
     return said
 
 
-def parts_of(name: str) -> tuple[str, ConstraintLevel]:
-    """A preset's name without its constraint level, and that."""
-    for level in ConstraintLevel:
-        if name.endswith(way := f", {level} constrained"):
-            return name.removesuffix(way), level
-    return name, ConstraintLevel.EVERYTHING
+def parts_of(name: str) -> tuple[str, ConstraintLevel, Mapping[str, str] | None]:
+    """A raced preset's name alone, its constraint level and compiler options.
+
+    Options are None if the preset raced in another way, such as rematerialized.
+    """
+    preset, *rest = name.split(", ")
+    levels = {f"{level} constrained": level for level in ConstraintLevel}
+    found = [levels[one] for one in rest if one in levels]
+    way = ", ".join(one for one in rest if one not in levels)
+    options = {"": {}, **defaults_of("gpu").compiler_options}
+    return preset, (*found, ConstraintLevel.EVERYTHING)[0], options.get(way)
 
 
 def _best_presets(race: Sequence[RaceRow]) -> list[RaceRow]:
-    """Picks the fastest presets that a race timed with default options."""
+    """Picks the fastest presets that a race timed."""
     ran = [row for row in race if row.time_ms is not None and not row.note]
-    named = [row for row in ran if parts_of(row.name)[0] in PRESETS]
+    parts = [parts_of(row.name) for row in ran]
+    is_named = [name in PRESETS and how is not None for name, _, how in parts]
+    named = compress(ran, is_named)
     return sorted(named, key=lambda row: row.time_ms or 0.0)[:RIVALS]
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileKey, ProfileRecord
+from cfp.race.programs import RaceRow
+from cfp.settings import ConstraintLevel, defaults_of
 from cfp_test.gpu import equal, plans, suite
 from cfp_test.gpu.equal import check_held, compile_choice, subject_of
 from cfp_test.gpu.page import page, versions
@@ -140,6 +142,22 @@ def test_slower_is_what_chance_does_not_explain(ratios, slower):
     best = [10.0 + turn for turn in range(12)]
     own = [ratio * time for ratio, time in zip(ratios, best, strict=True)]
     assert plans.is_slower(own, best) == slower
+
+
+def test_presets_are_found_in_a_race_with_whatever_options_they_ran():
+    names = {
+        "planned, large collectives": 1.0,
+        "fully_sharded, rematerialized": 2.0,
+        "fully_sharded, arguments constrained": 4.0,
+        "zero1, large collectives, arguments constrained": 3.0,
+        "data_parallel": 5.0,
+    }
+    race = [RaceRow(name=n, predicted_ms=ms, time_ms=ms) for n, ms in names.items()]
+    found = [plans.parts_of(row.name) for row in plans._best_presets(race)]
+    large = defaults_of("gpu").compiler_options["large collectives"]
+    assert len(large) == 3
+    arguments = ConstraintLevel.ARGUMENTS
+    assert found == [("zero1", arguments, large), ("fully_sharded", arguments, {})]
 
 
 def test_kernels_are_held_to_an_oracle_of_its_own(place, monkeypatch):

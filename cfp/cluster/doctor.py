@@ -1,8 +1,8 @@
-"""The command ``cfp doctor``: a table of checks, in the order in which they run.
+"""The command ``cfp doctor``: checks of a machine, in the order in which they run.
 
-A check is a function that returns its finding, or None without a GPU; a fault is an
-exception. Checks that import JAX run in a process of their own, ``python -m
-cfp.cluster.doctor NAME...``; others need Python's own library, and `packaging`.
+A check is a function that returns its finding as text, or None if it needs a GPU and
+there is no GPU. It raises an exception for a fault. Checks that import JAX share a
+child process; others need only Python's standard library and `packaging`.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ PASS, FAIL, ABSENT = "PASS", "FAIL", "ABSENT"
 OLDEST_DRIVER = {"jax-cuda12-plugin": 525, "jax-cuda13-plugin": 580}
 SUM_ERROR = 1e-5  # Relative.
 ATTENTION_ERROR = 5e-3  # Relative L2 distance in bfloat16, as of the tests.
-LEAST_SHARE = 0.3  # A ring that works reaches more of NVLink's rate.
-ENOUGH_BYTES = 512 << 20  # Compiled programs take most.
+LEAST_SHARE = 0.3  # An all-reduce that works reaches more of NVLink's rate.
+ENOUGH_BYTES = 512 << 20  # Compiled programs take most of it.
 TOOL_SECONDS = 30.0
 _MARK = "cfp-doctor: "  # Before a result as JSON.
 _DRIVER = Path("/proc/driver/nvidia")
 _PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
-# Devices to sum over where there are only CPUs.
+# Number of virtual devices to sum over on CPUs.
 _CPU_DEVICES = "--xla_force_host_platform_device_count=4"
 
 
 class Failure(Exception):
-    """A fault of the machine that a check looks for."""
+    """Error: a check found a fault of the machine."""
 
 
 def shows_nvidia() -> bool:
-    """Returns True if there is a sign of NVIDIA's driver."""
+    """True if the machine has NVIDIA's driver or nvidia-smi."""
     return _DRIVER.exists() or shutil.which("nvidia-smi") is not None
 
 
 def installed() -> dict[str, metadata.Distribution]:
-    """Finds all packages, by their normal names; the first of each name counts."""
+    """Installed packages by normalised name; the first on the path counts."""
     found = reversed([*metadata.distributions()])
     return {package_name(one.metadata["Name"] or ""): one for one in found}
 
 
 def package_name(requirement: str) -> str:
-    """The normal name of a requirement's package."""
+    """A requirement's package name, normalised: lower case, with hyphens."""
     return re.sub("[-_.]+", "-", re.split(r"[^\w.-]", requirement)[0]).lower()
 
 
@@ -74,7 +74,7 @@ def requirements() -> list[str]:
 
 
 def allows(requirement: str, version: str) -> bool:
-    """Returns True if a version is one that a requirement takes."""
+    """True if a version satisfies a requirement such as ``jax>=0.10.2``."""
     from packaging.requirements import Requirement
 
     return Requirement(requirement).specifier.contains(version, prereleases=True)
@@ -83,10 +83,10 @@ def allows(requirement: str, version: str) -> bool:
 def _run(
     command: Sequence[str], environ: Mapping[str, str], timeout_s: float
 ) -> tuple[str, str]:
-    """Runs a process with a time limit: its output, and what went wrong, if it did.
+    """Runs a process with a time limit; returns (output, error), error "" if it worked.
 
-    A process that cannot be killed, as a driver that hangs holds its callers in the
-    kernel, is left behind. Output goes to a file: children keep pipes open.
+    A hanging driver can make a process unkillable; it is then left behind. Output goes
+    to a file, since children could keep a pipe open.
     """
     with tempfile.TemporaryFile() as out:
         streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
@@ -99,7 +99,7 @@ def _run(
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = process.wait(timeout_s)
-        finally:  # Also after Ctrl-C nothing is left behind.
+        finally:  # Also after Ctrl-C.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -129,11 +129,11 @@ def _gpus() -> list[list[str]]:
 
 
 def packages() -> str:
-    """cfp's packages, jaxlib and plugins are there, in versions that fit."""
+    """Required packages, jaxlib and JAX plugins are installed, in matching versions."""
     found, lines, wrong = installed(), requirements(), {}
     ours = sorted(n for n in found if re.match(r"jax(lib|-.*-(plugin|pjrt))?$", n))
     for line in (line for name in ours for line in found[name].requires or ()):
-        # An extra of JAX names the plugin that belongs to it, if there is one.
+        # JAX's extras name plugins; only those of installed plugins count.
         needed, _, extra = line.partition(";")
         plugin = re.match(r"jax-\w+-plugin", needed)
         if not extra or (plugin and plugin[0] in found):
@@ -149,7 +149,7 @@ def packages() -> str:
 
 
 def folders() -> str:
-    """The folders for the cache and for temporary files are writable, with space."""
+    """The cache folder and the temporary folder are writable and have free space."""
     found = []
     for folder in (cache_dir(), Path(tempfile.gettempdir())):
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def folders() -> str:
 
 
 def driver() -> str | None:
-    """The driver answers, is new enough for the plugin, and names the GPUs."""
+    """NVIDIA's driver answers, lists GPUs, and is new enough for JAX's plugin."""
     if not shows_nvidia():
         return None
     if not (rows := _gpus()):
@@ -190,7 +190,7 @@ def jax() -> str:
 
 
 def devices() -> str:
-    """JAX uses the devices that the driver shows."""
+    """JAX uses all GPUs that the driver shows."""
     import jax
 
     first, *more = jax.local_devices()
@@ -205,7 +205,7 @@ def devices() -> str:
 
 
 def graft() -> str:
-    """A program that cfp makes compiles, and sums over devices right and fast."""
+    """A program made by cfp compiles, and its all-reduce is right and fast."""
     import jax
     import jax.numpy as jnp
 
@@ -232,13 +232,13 @@ def graft() -> str:
 
 
 def judged_sum(count: int, size_bytes: int, error: float, time_ms: float) -> str:
-    """Judges an all-reduce by its relative error, and its rate by that of NVLink."""
+    """Describes an all-reduce; raises Failure if it is wrong, or slow for NVLink."""
     text = f"{count} devices: an all-reduce of {size_bytes >> 20} MiB"
-    if not error <= SUM_ERROR:  # Also if it is no number.
+    if not error <= SUM_ERROR:  # Also for NaN.
         raise Failure(f"{text} is off by {error:.1e}")
     if not shows_nvidia() or count < 2:
         return f"{text} is right"
-    # In a ring each device sends this much.
+    # GB/s that each device sends in a ring.
     rate = 2 * (count - 1) / count * size_bytes / time_ms / 1e6
     links = re.findall(r"([\d.]+)\s*GB/s", _nvidia_smi("nvlink", "-s", "-i", "0"))
     link = sum(map(float, links))
@@ -258,7 +258,7 @@ def cudnn() -> str | None:
 
 
 def judged_kernel(kernel: str) -> str:
-    """Judges a kernel of attention by its relative L2 differences from float32."""
+    """Describes an attention kernel's relative L2 errors; raises Failure if large."""
     import jax
     import jax.numpy as jnp
 
@@ -269,7 +269,7 @@ def judged_kernel(kernel: str) -> str:
         out, pull = jax.vjp(call, q, k, v)
         return out, *pull(dout)
 
-    # Small, and yet whole blocks; two heads of queries share one of keys.
+    # Small, but whole blocks; two query heads share a key head.
     shapes = [(1, 256, heads, 64) for heads in (4, 2, 2, 4)]
     draw = partial(jax.random.normal, dtype=jnp.bfloat16)
     arrays = [*map(draw, jax.random.split(jax.random.key(0), 4), shapes)]
@@ -280,14 +280,14 @@ def judged_kernel(kernel: str) -> str:
     norm = jnp.linalg.norm
     off = [float(norm(a - b) / norm(b)) for a, b in zip(found, right, strict=True)]
     text = "forward {:.1e}, dq {:.1e}, dk {:.1e}, dv {:.1e}".format(*off)
-    if not all(one <= ATTENTION_ERROR for one in off):  # Also if one is no number.
+    if not all(one <= ATTENTION_ERROR for one in off):  # Also for NaN.
         raise Failure(f"differs from float32: {text}")
     return f"forward and backward; relative {text}"
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One row of the table, with a remedy for a failure, or ""."""
+    """A check's result; status is PASS, FAIL or ABSENT (no GPU, or not run)."""
 
     name: str
     status: str
@@ -297,7 +297,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check, and what mends its faults."""
+    """A check, and the remedy for its faults."""
 
     run: Callable[[], str | None]
     remedy: str
@@ -308,12 +308,11 @@ class Check:
         return self.run.__name__
 
     def result(self) -> Result:
-        """Runs the check."""
+        """Runs the check; every exception becomes a FAIL."""
         try:
             reason = self.run()
         except Exception as error:
-            # A machine can be broken in ways that no check looks for. That is a result,
-            # and the other checks go on.
+            # A machine can be broken in unforeseen ways: report it, and go on.
             kind = "" if isinstance(error, Failure) else f"{type(error).__name__}: "
             text = " ".join(str(error).split("\n\n")[0].split())
             return Result(self.name, FAIL, kind + text[:2000], self.remedy)
@@ -330,15 +329,15 @@ CHECKS = (
     ),
     Check(
         folders,
-        "make space there (the cache may be deleted), or set CFP_CACHE_DIR and TMPDIR "
-        "to directories that can be written, on a local disk",
+        "free space there (the cache may be deleted), or set CFP_CACHE_DIR and TMPDIR "
+        "to writable directories on a local disk",
     ),
     Check(
         driver,
         "ask the job for a GPU: --gres=gpu:1 (Slurm), -g 1 (jsrun), --gpus all with "
-        "NVIDIA_DRIVER_CAPABILITIES=compute,utility (Docker), --nv (Apptainer). A "
-        "driver that hangs, or was updated: look for Xid in dmesg, and restart; "
-        "one that is too old: update it, or install 'jax[cuda12]' for 525 and newer",
+        "NVIDIA_DRIVER_CAPABILITIES=compute,utility (Docker), --nv (Apptainer). Driver "
+        "hangs or was updated: look for Xid in dmesg, and restart. Driver is too old: "
+        "update it, or install 'jax[cuda12]' for 525 and newer",
     ),
     Check(
         jax,
@@ -356,9 +355,9 @@ CHECKS = (
     ),
     Check(
         graft,
-        "NCCL_DEBUG=INFO says which way it takes, and where it waits; "
-        "NCCL_P2P_DISABLE=1 tells whether it is a link (in a virtual machine, access "
-        "control (ACS) stops them). SIGKILL: compiling needs 3 GiB or more. No answer: "
+        "NCCL_DEBUG=INFO shows the links that NCCL uses, and where it waits. If "
+        "NCCL_P2P_DISABLE=1 helps, a link is at fault (in a virtual machine, access "
+        "control, ACS). SIGKILL: compiling needs 3 GiB or more. No answer: "
         "try --timeout 600. Wrong result: try JAX_PLATFORMS=cpu, and see ECC errors "
         "(nvidia-smi -q -d ECC); see docs/install/limits.md",
     ),
@@ -371,12 +370,12 @@ CHECKS = (
 
 
 def examine(only: Collection[str] = (), timeout_s: float = 300) -> Iterator[Result]:
-    """Yields results of checks; checks that import JAX share a time limit."""
+    """Runs checks by name (default: all); those with JAX share one time limit."""
     checks = [check for check in CHECKS if not only or check.name in only]
     yield from (check.result() for check in checks if check.run in WITHOUT_JAX)
     if not (checks := [check for check in checks if check.run not in WITHOUT_JAX]):
         return
-    # The doctor's programs are small: they need not take a device for themselves.
+    # The programs are small: do not preallocate a device's memory.
     variables = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     variables.setdefault("XLA_FLAGS", _CPU_DEVICES)
     command = [sys.executable, "-m", __name__, *(check.name for check in checks)]
@@ -393,7 +392,7 @@ def examine(only: Collection[str] = (), timeout_s: float = 300) -> Iterator[Resu
 
 
 def row(result: Result, width: int) -> str:
-    """Formats one result, with the reason and the remedy beside it."""
+    """Formats a result for a terminal of so many columns, with reason and remedy."""
     fill = partial(textwrap.wrap, width=max(width, 60) - 19, break_long_words=False)
     lines = fill(result.reason, break_on_hyphens=False)
     if result.remedy:
@@ -402,7 +401,7 @@ def row(result: Result, width: int) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs ``cfp doctor``; returns 0 if no check failed, 1 if one did."""
+    """Runs ``cfp doctor``; returns 0, 1 if a check failed, or 130 after Ctrl-C."""
     about = """Checks this machine for planning, with a remedy for each failure. Works
         where JAX is missing or broken. The exit code is 0 if nothing failed, else 1."""
     parser = argparse.ArgumentParser(prog="cfp doctor", description=about)
@@ -411,7 +410,7 @@ def main(words: Sequence[str]) -> int:
     names, only = [check.name for check in CHECKS], "this check; may be repeated"
     add("--only", action="append", choices=names, metavar="NAME", help=only)
     add("--list", action="store_true", help="list the checks")
-    limit = "time limit of all that runs on devices, in seconds (default: %(default)g)"
+    limit = "time limit of all checks that use JAX, in seconds (default: %(default)g)"
     add("--timeout", type=float, default=300, metavar="S", help=limit)
     options = parser.parse_args(words)
     if options.list:

@@ -1,4 +1,4 @@
-"""Planning on a Ray cluster: in an actor that has the devices of one node."""
+"""Planning on a Ray cluster: an actor (the runner) plans on the devices of one node."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from cfp.profiling.store import ProfileStore, cache_dir, store_path
 from cfp.profiling.tasks import is_late
 
 LOCAL = "local"
-# How often a runner is started again. Each program that ends one is not run again, so
-# that this many may. Guess.
+# Restarts of a runner, which a candidate program may crash. A program that crashed is
+# not run again. The number is a guess.
 RUNNER_RESTARTS = 20
-# A node may be about to join.
+# Waiting time for a suitable node, which may be about to join.
 _NODE_SECONDS = 60.0
 _LEAST_CPUS = 2
 
-# Variables of these names decide what compilers make, and what programs cost.
+# Prefixes of variables passed to the runner: they affect compiled programs and times.
 _FORWARDED = ("JAX_", "LIBTPU_", "NCCL_", "XLA_")
 _LOOK_SECONDS = 1.0
 
@@ -47,12 +47,12 @@ Axes = Sequence[tuple[str, int]]
 def gpus_for(
     platform: str | None, axes: Axes | None, nodes: Iterable[Mapping[str, Any]]
 ) -> int:
-    """GPUs that the host of a runner must have; 0 for virtual CPU devices.
+    """Number of GPUs that a runner's node must have; 0 to plan on virtual CPU devices.
 
     Args:
-        platform: "cpu", "cuda", or None: GPUs, if the cluster has any.
-        axes: of the mesh; None for all devices of the node with the most.
-        nodes: the cluster's, as Ray lists them.
+        platform: "cpu" or "cuda"; None for GPUs if the cluster has any.
+        axes: names and sizes of the mesh's axes; None for all GPUs of the largest node.
+        nodes: result of `ray.nodes()`.
     """
     most = max((int(node["Resources"].get("GPU", 0)) for node in nodes), default=0)
     if platform == "cpu" or (platform is None and not most):
@@ -61,13 +61,13 @@ def gpus_for(
 
 
 class Runner:
-    """Owns the devices of one mesh, and plans on them.
+    """Ray actor that owns the devices of one mesh, and plans on them.
 
-    If the runner dies, Ray starts it and its planning again, which continues from the
-    store.
+    If the runner dies, Ray restarts it, and planning continues from its store of
+    profiling records.
 
     Args:
-        planning: a word of its own for each planning: the name of the runner's store.
+        planning: unique name of a planning; names the runner's store.
     """
 
     def __init__(self, planning: str) -> None:
@@ -77,13 +77,13 @@ class Runner:
     def plan(
         self, work: Callable[[Path], Any], known: Sequence[ProfileRecord]
     ) -> tuple[Any, list[ProfileRecord]]:
-        """Does the work.
+        """Calls `work` with the folder of the runner's store.
 
         Args:
-            known: records of the driver's store.
+            known: records of the caller's store, copied into the runner's.
 
         Returns:
-            The outcome, or the error, and all records of this store.
+            The result of `work` or its CfpError, and all records of the runner's store.
         """
         with ProfileStore(store_path(self._folder)) as store:
             store.put_all(known)
@@ -99,7 +99,7 @@ class Runner:
 
 
 def _end_if_late(store: ProfileStore, ends: threading.Event) -> None:
-    """Ends this process if a program hangs, which its record then names."""
+    """Kills this process if a program hangs; the program's record shows the hang."""
     while not ends.wait(_LOOK_SECONDS):
         if is_late(store, os.getpid()):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -112,14 +112,14 @@ def plan_on_ray(
     store: Path,
     needs: tuple[str | None, Axes | None],
 ) -> _Result:
-    """Runs some planning in a runner of a Ray cluster.
+    """Runs `work` in a runner (an actor) of a Ray cluster, and returns its result.
 
     Args:
-        work: the planning: called in the runner, with the folder of its store.
-        address: of the cluster, as for `ray.init` ("auto", "host:port"), or "local",
-            which starts one on this machine.
-        store: receives the runner's records at the end.
-        needs: the platform and the axes of the mesh, as in `gpus_for`.
+        work: function of the folder of the runner's store; does the planning.
+        address: the cluster's address as for `ray.init` ("auto", "host:port"); "local"
+            starts a cluster on this machine.
+        store: this machine's store; receives the runner's records at the end.
+        needs: platform and mesh axes, as in `gpus_for`.
 
     Raises:
         CfpError: planning failed, or Ray, the cluster or a suitable node is missing.
@@ -129,7 +129,7 @@ def plan_on_ray(
 
         gpus = gpus_for(*needs, ray.nodes())
         here = ray.get_runtime_context().get_node_id()
-        # A runner that is started again is on the same node, where its store is.
+        # The group keeps a restarted runner on the same node, which has its store.
         bundle = {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}
         group = ray.util.placement_group([bundle], strategy="STRICT_PACK")
         if not ray.wait([group.ready()], timeout=_NODE_SECONDS)[0]:
@@ -142,7 +142,7 @@ def plan_on_ray(
                 num_cpus=1,
                 num_gpus=gpus,
                 max_restarts=RUNNER_RESTARTS,
-                # Until the actor is dead for good.
+                # Retry until all restarts are used.
                 max_task_retries=-1,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group),
                 runtime_env={"env_vars": given},
@@ -167,7 +167,7 @@ def plan_on_ray(
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[Any]:
-    """Ray, connected to a cluster, or started here.
+    """Context manager: the module `ray`, connected to a cluster or to a local one.
 
     Raises:
         CfpError: Ray is not installed, or there is no cluster.
@@ -180,19 +180,19 @@ def connected(address: str) -> Iterator[Any]:
     import ray
 
     if ray.is_initialized():
-        yield ray  # As it was connected before.
+        yield ray  # Keeps the caller's connection.
         return
     options: dict[str, Any] = {"address": address}
     if address == LOCAL:
         options["num_cpus"] = max(_LEAST_CPUS, os.cpu_count() or 1)
-        # Ray has workers stand back for others; what is timed must not.
+        # Ray lowers workers' priority, which would slow down timed programs.
         options["_system_config"] = {"worker_niceness": 0}
         options["include_dashboard"] = False
     try:
         ray.init(logging_level=logging.WARNING, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise CfpError(
-            f"There is no Ray cluster to plan on at {address}: "
+            f"There is no Ray cluster at {address}: "
             f"{str(error).strip().partition(chr(10))[0]}. Run ray start --head "
             "here, with the same versions of Python and Ray as the cluster; or "
             "give --ray local."
@@ -210,7 +210,7 @@ def _no_node(gpus: int, nodes: list[dict[str, Any]]) -> CfpError:
     )
     return CfpError(
         f"No node of the Ray cluster has {gpus} free GPUs and a free CPU: "
-        f"nodes have {shown}, some maybe in use. Plan for fewer devices; for a "
+        f"nodes have {shown}, maybe partly in use. Plan for fewer devices; for a "
         "mesh of several hosts see docs/launching.md."
     )
 
@@ -226,15 +226,15 @@ def plan_step(
     settings: PlannerSettings,
     **options: Any,
 ) -> Plan:
-    """Plans a step on the cluster that the settings name.
+    """Plans a step on the Ray cluster of `settings.ray`.
 
     Args:
         plan: :func:`cfp.plan`.
-        mesh: the devices that are meant: the first of the runner's.
+        mesh: gives axes and platform; planning uses the runner's first devices.
         options: as for :func:`cfp.plan`.
 
     Returns:
-        The plan, for the step; on the mesh, if its devices are here.
+        The plan, bound to the step; on the mesh, unless it is abstract.
     """
     assert settings.ray is not None, "planning is for a Ray cluster"
     given_args, given_kwargs = jax.tree.map(_shape_of, (args, dict(kwargs)))

@@ -1,10 +1,11 @@
-"""Choices of segments and their costs: memory, what kernels save, moves between.
+"""Estimated costs of segments' choices, without compiling: time and memory.
 
-Estimated costs of a segment's choices, without compiling anything.
+A segment (a repeated run of blocks, such as a layer) has a choice: a strategy (a
+sharding) for each block, and a storage mode for parameters.
 
 A segment's time has a term for each block (compute, and collectives inside it) and a
-term for each pair of blocks (collectives between them). Measured curves price
-collectives, measured rates price compute. The estimate ranks choices for measuring.
+term for each pair of blocks (collectives between them). The terms come from measured
+rates. The estimate ranks choices for measuring.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class SegmentChoice:
     """A choice for a segment: one strategy per block, one storage mode for all.
 
     Attributes:
-        estimate_ms: what it is estimated to take; choices that differ in it are equal.
+        estimate_ms: estimated time; ignored by comparison.
+        remat: True if the segment rematerializes its forward pass.
     """
 
     strategies: tuple[Strategy, ...]
@@ -59,17 +61,17 @@ class SegmentChoice:
 
     @property
     def plain(self) -> SegmentChoice:
-        """The choice without rematerialization."""
+        """This choice without rematerialization."""
         return replace(self, remat=False) if self.remat else self
 
     @property
     def as_written(self) -> SegmentChoice:
-        """The choice without kernels; all of these have one layout."""
+        """This choice without kernels; kernels do not change the layout."""
         return replace(self, kernels=AS_WRITTEN) if self.kernels else self
 
 
 def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> SegmentChoice:
-    """The part of a whole program's choice that concerns one segment."""
+    """Segment `index`'s part of a program's choice; takes its commonest storage."""
     segment = analysis.segments[index]
     modes = [choice.storage[g] for g in segment.groups]
     storage = max(dict.fromkeys(modes), key=modes.count) if modes else Storage.USED
@@ -80,10 +82,10 @@ def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Segment
 
 
 def layout_of(analysis: Analysis, candidates: Mapping[int, SegmentChoice]) -> Layout:
-    """Makes the layout of some segments.
+    """Makes the layout (all shardings) of segments with these choices, by index.
 
-    A segment by itself is laid out with equal neighbours, so that values which cross
-    are sharded as the neighbours read them.
+    A single segment is laid out with neighbours of its kind that choose alike, so that
+    values between them are sharded as the neighbours read them.
     """
     segments, laid_out = analysis.segments, dict[int, SegmentChoice]()
     if len(candidates) == 1:
@@ -112,8 +114,8 @@ class SegmentBytes:
     """Memory that a segment keeps on each device, without temporaries.
 
     Attributes:
-        state_bytes: state, and new values without a donated argument's place.
-        new_bytes: these new values alone.
+        state_bytes: state arguments, sums of opened loops, and `new_bytes`.
+        new_bytes: results that renew state without reusing a donated argument.
         residual_bytes: values kept from the forward pass for the backward pass.
     """
 
@@ -123,16 +125,18 @@ class SegmentBytes:
 
 
 class Costs:
-    """Cached costs of segments: memory, what kernels save, moves between them.
+    """Cached costs of segments: memory, time saved by kernels, resharding between them.
+
+    A `kind` is the number of a group of equal segments.
 
     Args:
-        may_rematerialize: whether segments may compute their forward pass again.
-        measured: whether segments are measured, which sum what they make: by an
-            estimate gradients are summed on their way to an update in another segment.
+        may_rematerialize: True if segments may compute their forward pass again.
+        measured: True if segments' times are measured; a measured segment includes the
+            all-reduce of its results. False leaves sums pending for the next reader.
 
     Attributes:
-        fixed_bytes: what arguments and results that are no state take on each device.
-        fixed_ms: estimated time of regions sharded by hand; 0 if these are measured.
+        fixed_bytes: bytes per device of arguments and results that are not state.
+        fixed_ms: estimated time of regions sharded by hand; 0 if `measured`.
     """
 
     def __init__(
@@ -159,15 +163,11 @@ class Costs:
         self.least_bytes = cache(self._least_bytes)
 
     def can_rematerialize(self, kind: int) -> bool:
-        """Returns True if segments of a kind can rematerialize their forward pass."""
+        """True if segments of a kind can rematerialize their forward pass."""
         return self._able[kind]
 
     def _least_bytes(self, kind: int, candidate: SegmentChoice) -> SegmentBytes:
-        """Computes the memory that a segment of a kind keeps under a candidate.
-
-        A rematerialized segment keeps only values that others read, and a kernel's
-        results. Results of the program have memory of their own.
-        """
+        """Memory that a segment keeps; results of the program are no residuals."""
         segment, layout = self._kinds[kind], self._layout(kind, candidate)
         groups = (layout.frame.groups[index] for index in segment.groups)
         state = {p: argument_bytes(layout, p) for group in groups for p in group.args}
@@ -182,10 +182,10 @@ class Costs:
         )
 
     def step_ms(self, kind: int, candidate: SegmentChoice, once_ms: float) -> float:
-        """Computes what a segment takes in a step from what it takes once.
+        """Time of a segment in a whole step, ms, from its time for one execution.
 
-        An opened loop runs it several times, and updates its parameters once behind
-        that: of the time once, what these take by estimate does not repeat.
+        In an opened loop a segment runs `repeat` times, and its parameters are updated
+        once, after the loop: the update's estimated time is not repeated.
         """
         repeat = self._kinds[kind].repeat
         if repeat == 1:
@@ -198,14 +198,14 @@ class Costs:
         return repeat * (once_ms - update_ms) + update_ms
 
     def temp_bytes(self, kind: int, candidate: SegmentChoice) -> int:
-        """Estimates a running segment's memory, besides the values it keeps."""
+        """Estimates a segment's peak of temporary memory, bytes, without residuals."""
         ops, layout = self._kinds[kind].ops, self._layout(kind, candidate)
         program, sizes = layout.frame.program, dict(layout.frame.mesh)
         kernels, shares = proposals(layout, ops, candidate.kernels), dict[int, float]()
         for one in kernels:
             shares |= dict.fromkeys(one.site.between, one.share_at_once(sizes))
         spans = [span for one in kernels for span in one.spans(program, sizes)]
-        shares |= dict.fromkeys(self._results, 0.0)  # They are counted already.
+        shares |= dict.fromkeys(self._results, 0.0)  # Counted in the state.
         shares |= dict.fromkeys(host_results(program), 0.0)
 
         @cache
@@ -221,14 +221,14 @@ class Costs:
         return max(0, needed - self.least_bytes(kind, candidate.plain).residual_bytes)
 
     def host_ms(self, kind: int, candidate: SegmentChoice) -> float:
-        """Estimates the time to move a segment's state from the host and back."""
+        """Estimates the time, ms, to move a segment's state from the host and back."""
         segment, layout = self._kinds[kind], self._layout(kind, candidate)
         groups = (layout.frame.groups[index] for index in segment.groups)
         moved = host_bytes(layout, chain.from_iterable(g.args for g in groups))[1]
         return moved / HOST_BYTES_PER_MS
 
     def saved_by_kernel_ms(self, kind: int, candidate: SegmentChoice) -> float:
-        """Computes the time saved by a candidate's kernels, less their own."""
+        """Estimated time that kernels save over plain ops, ms; negative if slower."""
         program, ops = self.analysis.frame.program, self._kinds[kind].ops
         if not candidate.kernels:
             return 0.0
@@ -247,10 +247,10 @@ class Costs:
         return saved
 
     def least_peak_bytes(self, choice: Choice) -> int:
-        """Computes the memory that a program needs under any rematerialization.
+        """Lower bound of a program's memory, bytes per device, for any remat.
 
         A compiler that rematerializes by itself keeps at least a share of a segment's
-        residuals while its backward pass runs. Memory of later results may hold them.
+        residuals during its backward pass. New results' memory may hold them before.
         """
         held, results = self.fixed_bytes, self._new_fixed_bytes
         kept = peak = 0
@@ -272,12 +272,12 @@ class Costs:
         before: Iterable[SegmentChoice],
         after: Iterable[SegmentChoice],
     ) -> list[list[float]]:
-        """``[choice][choice]`` milliseconds between two segments, there and back."""
+        """Resharding ms in both directions, ``[left's choice][right's choice]``."""
         passing = self.analysis.passing
         ahead, back = passing.get((left, right), ()), passing.get((right, left), ())
 
         def laid_out(index: int, of: Iterable[SegmentChoice]) -> list[_Side]:
-            """One layout for all choices that shard alike what passes."""
+            """Layouts by choice; choices that shard passing values alike share one."""
             blocks, first = self.analysis.segments[index].blocks, {}
             every = ((self._laid_out(index, o.plain.as_written), blocks) for o in of)
             return [first.setdefault(self._ends(o, (*ahead, *back)), o) for o in every]
@@ -299,7 +299,7 @@ class Costs:
         return steps_of(frame.program, ops, residuals(frame, ops), spans)
 
     def _one_way_ms(self, maker: _Side, reader: _Side, values: Sequence[int]) -> float:
-        """Estimates the time for a segment to read another one's values."""
+        """Estimates the time to reshard values from one segment for another, ms."""
         program, terms, total = self.analysis.frame.program, self._terms, 0.0
         for v in values:
             (have, partial), wants = self._made(maker, v), self._reads(reader, v)
@@ -310,7 +310,7 @@ class Costs:
             if value.producer < 0 and have != wants[0]:
                 views = _views(maker[0], reader[0], v)
                 if not views and maker[0].read_spec(v) == wants[0]:
-                    continue  # It is gathered so for the segment that stores it, too.
+                    continue  # The segment that stores it pays for the same gather.
                 size *= terms.narrowed(views, v)
             moves = [(have, partial, wants[0]), *((wants[0], (), w) for w in wants[1:])]
             once = sum(terms.transition_ms(size, *move, group) for move in moves)
@@ -318,13 +318,13 @@ class Costs:
         return total
 
     def _ends(self, side: _Side, values: Sequence[int]) -> Hashable:
-        """Shardings of values in a segment: all that their resharding depends on."""
+        """Shardings of values in a segment, as a key for the costs of resharding."""
         made = tuple(self._made(side, v) for v in values)
         reads = tuple((side[0].read_spec(v), self._reads(side, v)) for v in values)
         return made, reads
 
     def _made(self, side: _Side, v: int) -> tuple[Spec | None, tuple[str, ...]]:
-        """Returns how a segment hands on a value: summed if it reads or measures it."""
+        """Sharding of a value that a segment makes, and axes not yet summed over."""
         layout, program = side[0], self.analysis.frame.program
         op = program.maker(v)
         if self._measured or op is None or op.id not in layout.axes:
@@ -334,14 +334,14 @@ class Costs:
         return layout.natural_spec(op, op.results.index(v)), partial
 
     def _reads(self, side: _Side, v: int) -> tuple[Spec, ...]:
-        """Lists how a segment, or an update, reads a value; the first, if measured."""
+        """Shardings in which a segment or an update reads a value; one if measured."""
         is_all = not self._measured and self.analysis.frame.program.maker(v) is not None
         if is_all and (own := self._own_reads(side, v)):
             return own
         return () if (first := _wanted(side[0], v)) is None else (first,)
 
     def _own_reads(self, side: _Side, v: int) -> tuple[Spec, ...]:
-        """Lists those in which the blocks read it."""
+        """Shardings in which the segment's own blocks read a value."""
         (layout, blocks), frame = side, self.analysis.frame
         uses = (
             use for use in frame.program.users[v] if frame.block_of[use[0]] in blocks
@@ -355,7 +355,7 @@ _Side = tuple[Layout, range]
 
 
 def _wanted(reader: Layout, value: int) -> Spec | None:
-    """Returns the sharding of a value in a segment's blocks, or in an update."""
+    """Sharding in which a segment's blocks or an update read a value; may be None."""
     spec = reader.read_spec(value)
     if spec is None:
         for user, index in sorted(reader.frame.program.users[value]):
@@ -365,28 +365,29 @@ def _wanted(reader: Layout, value: int) -> Spec | None:
 
 
 def _views(maker: Layout, reader: Layout, value: int) -> list[int]:
-    """Ops by which a segment casts or transposes a parameter before it is gathered."""
+    """Ops by which a segment casts or transposes a parameter before its gather."""
     frame = maker.frame
     group = frame.group_of_arg.get(frame.program.args.index(value))
     if group is None or maker.spec(value) == maker.read_spec(value):
-        return []  # It is stored as it is used.
+        return []  # It is not gathered.
     users = {user for user, _ in frame.program.users[value] if user in reader.axes}
     return sorted(users & {*frame.groups[group].reads})
 
 
 @dataclass(frozen=True)
 class SegmentEstimate:
-    """Estimated costs of one segment, for every strategy of every block.
+    """Estimated times of one segment, for every strategy of every block.
+
+    A twin is an equal segment that follows directly.
 
     Attributes:
+        strategies: ``[block]`` strategies that differ in some op's sharding.
         node_ms: ``[storage mode][block][strategy]``.
-        edge_ms: for each pair of blocks (positions in the segment, in order) a matrix
-            over their strategies. A block's pair with itself is for its twin in the
-            next segment.
-        own_edge_ms: the same without collectives between the segment and its twin.
-        numbers: for each block the number in ``strategies`` of each of its strategies;
-            strategies that shard all ops alike share a number.
-        modes: usual ways to store its parameters that differ.
+        edge_ms: matrix over two blocks' strategies, by positions in the segment; with
+            resharding to the twin. A block's pair with itself is for its twin alone.
+        own_edge_ms: the same without the twin.
+        numbers: ``[block]`` index in ``strategies`` of each strategy.
+        modes: usual storage modes that differ for the segment.
     """
 
     segment: Segment
@@ -398,7 +399,7 @@ class SegmentEstimate:
     modes: tuple[Storage, ...]
 
     def total_ms(self, candidate: SegmentChoice) -> float:
-        """The estimated time of one candidate."""
+        """The estimated time of a choice, ms."""
         pairs = zip(self.numbers, candidate.strategies, strict=True)
         picks = [numbers[strategy] for numbers, strategy in pairs]
         nodes = zip(self.node_ms[candidate.storage], picks, strict=True)
@@ -415,13 +416,13 @@ def estimate_segment(
     among: Sequence[Set[Strategy]] | None = None,
     modes: Set[Storage] = frozenset(Storage),
 ) -> SegmentEstimate:
-    """Estimates a segment.
+    """Estimates a segment's times for every strategy and storage mode.
 
     Args:
-        twin: the segment of the same kind that follows right behind it, if any:
-            what moves between the two is then part of the estimate.
-        among: for each block the strategies to choose among; None for all.
-        modes: ways to store its parameters to choose among.
+        twin: the next segment, if it is of the same kind; resharding between the two is
+            then included.
+        among: for each block the allowed strategies; None for all.
+        modes: allowed storage modes of its parameters.
     """
     frame, every = terms.frame, among or [None] * len(segment.blocks)
     numbered = [
@@ -455,7 +456,7 @@ def estimate_segment(
     }
     with_twin = dict(edges)
     if twin is not None and len(twin.blocks) == len(segment.blocks):
-        # As if both chose alike: a block, too, as its own twin does.
+        # Both segments choose alike, so a block's pair with its twin is a diagonal.
         behind = _blocks(terms, twin, strategies)
         for (a, left), (b, right) in product(enumerate(blocks), enumerate(behind)):
             matrix = _pair_ms(terms, left, right)
@@ -497,7 +498,7 @@ def _numbered(
 def _blocks(
     terms: Terms, segment: Segment, strategies: Sequence[Sequence[Strategy]]
 ) -> list[list[BlockTerms]]:
-    """The terms of a segment's blocks under some strategies of each."""
+    """Cost terms, ``[block][strategy]``."""
     return [
         [terms.block(block, strategy) for strategy in options]
         for block, options in zip(segment.blocks, strategies, strict=True)
@@ -505,7 +506,7 @@ def _blocks(
 
 
 def _inside_ms(terms: Terms, block: BlockTerms) -> float:
-    """Estimates the time of moves between the ops of one block, and of its data."""
+    """Estimates ms to reshard values inside one block, and data that it reads."""
     stored = {
         v: (next(filter(any, specs), specs[0]), ())
         for v, specs in block.reads.items()
@@ -520,7 +521,7 @@ def _inside_ms(terms: Terms, block: BlockTerms) -> float:
 def _pair_ms(
     terms: Terms, left: Sequence[BlockTerms], right: Sequence[BlockTerms]
 ) -> np.ndarray | None:
-    """Estimates the time of moves between two blocks, both ways, for all strategies."""
+    """Resharding ms between two blocks, ``[strategy][strategy]``; None if no values."""
     ahead, back = _crossing(left, right), _crossing(right, left)
     if not ahead and not back:
         return None
@@ -533,10 +534,10 @@ def _one_way(
     readers: Sequence[BlockTerms],
     values: Iterable[int],
 ) -> np.ndarray:
-    """``[maker's strategy][reader's strategy]`` milliseconds to hand some values on."""
+    """``[maker's strategy][reader's strategy]`` milliseconds to reshard values."""
     total = np.zeros((len(makers), len(readers)))
     for v in values:
-        # Many strategies treat one value alike: each way is priced once.
+        # Many strategies shard a value alike: each pair of shardings is priced once.
         rows: dict[Made, int] = {}
         columns: dict[tuple[Spec, ...], int] = {}
         made = [rows.setdefault(_boundary_shardings(t, v), len(rows)) for t in makers]
@@ -547,7 +548,7 @@ def _one_way(
 
 
 def _boundary_shardings(maker: BlockTerms, v: int) -> Made:
-    """Returns the sharding of a block's result; sums are complete if it reads them."""
+    """A result's sharding outside its block; already summed if the block reads it."""
     have, partial = maker.makes[v]
     if partial and v in maker.reads:
         return maker.reads[v][0], ()

@@ -1,21 +1,16 @@
-"""Memory of a program: what stays throughout, or for the backward pass; temporaries.
+"""Estimated memory of a program: state, residuals and temporaries; and bytes moved.
 
-A compiler keeps less than a backward pass reads: elementwise work runs again inside the
-fusion that reads it. Results and operands of heavy ops must be in memory, and so must
-arguments.
+The estimates model XLA's fusion. Elementwise work is fused into its reader. Arguments,
+and results and operands of heavy ops (such as products), are in memory. Residuals, kept
+for the backward pass, are fewer than the values that it reads: fused work runs again.
 
-Fusion by XLA: values with memory of their own, and those fused into readers.
+One more case has memory: a sum over elementwise work that combines tensors with
+different dim orders, as in the backward pass of a softmax. A fusion transposes one
+tensor and cannot sum as well. So the summed tensor is in memory, in the sum's type.
 
-Elementwise work is fused into its reader. Results and operands of heavy ops are in
-memory. Some sums add a third kind: elementwise work may combine a tensor with another
-whose dims come in another order, as in the backward pass of a softmax. A fusion has to
-turn one of them, and cannot sum as well. The summed tensor is then in memory, in the
-type of the sum.
-
-Kernels without products move bytes by this rule: a kernel reads tensors in memory and
-writes one that has to be there. So a softmax moves its scores three times, in whatever
-ops it is written. The row's maximum reads them; one kernel reads them, sums the
-exponentials of a row and writes the weights. Its backward pass reads scores and the
+A kernel without products reads tensors in memory and writes one. So a softmax moves its
+scores three times: one kernel reads them for the row's maximum; another reads them,
+sums the exponentials and writes the weights. The backward pass reads scores and the
 weights' gradient, and writes the scores' gradient.
 
 A value with several reading kernels is written to memory if that moves fewer bytes than
@@ -38,28 +33,28 @@ from cfp.presets.presets import data_parallel
 from cfp.program.constrain import CHEAP, makeable, rematerializable
 from cfp.program.graph import Op, Program, is_dequantized, searched_once
 
-# Of these the reader reads what they are made of, where it lies.
+# Readers of these ops' results read the operand's memory.
 _VIEWS = frozenset({"reshape", "transpose", "optimization_barrier"})
-# What is made where it is read.
+# Ops fused into their readers.
 FUSED = CHEAP | _VIEWS | {"concatenate", "dynamic_slice", "pad", "reverse"}
-# What reads as it goes, too, but has memory for what it makes, or a loop has.
-_AS_IT_GOES = FUSED | {"reduce", "dynamic_update_slice"}
+# Ops whose operands may be fused into them.
+_FUSING_OPERANDS = FUSED | {"reduce", "dynamic_update_slice"}
 
-# How a tensor is read: its dims in the order in which they are read, those of size 1
-# left out; none where it is read as it lies in memory.
+# Order of dims in which a tensor is read, without dims of size 1; () is the order in
+# memory.
 Order = tuple[int, ...]
-_AS_IT_LIES: frozenset[Order] = frozenset({()})
-# An order that was reshaped since: no transpose is known to undo it.
+_IN_MEMORY_ORDER: frozenset[Order] = frozenset({()})
+# An order after a reshape: no transpose is known to undo it.
 _LOST: Order = (-1,)
 
 
 def uses_through(
     program: Program, v: int, goes_on: Callable[[Op, int], bool]
 ) -> Iterator[tuple[Op, int]]:
-    """Lists uses of a value as (op, operand number), also through views.
+    """Yields a value's uses as (op, operand number), and uses of results made from it.
 
     Args:
-        goes_on: decides whether uses of an op's result count, too.
+        goes_on: function (op, result); True if the result's uses count, too.
     """
     stack, seen = [v], {v}
     while stack:
@@ -72,13 +67,13 @@ def uses_through(
 
 
 def is_in_memory(program: Program, v: int) -> bool:
-    """Returns True if a tensor has memory of its own."""
+    """True if a tensor has memory of its own, so is not fused into its readers."""
     return _is_written(program, v) or v in _find_shared(program)
 
 
 @searched_once
 def _find_shared(program: Program) -> frozenset[int]:
-    """Finds what would be fused but for its many readers, and has no other memory."""
+    """Values that are in memory only because several kernels read them."""
     kernels = (program.ops[op] for op in _find_kernels(program))
     shared = (v for op in kernels if op.kind in FUSED for v in op.results)
     return frozenset(shared) - _kept(program)
@@ -89,31 +84,28 @@ def _is_written(program: Program, v: int) -> bool:
 
 
 def _has_memory(program: Program, v: int) -> bool:
-    """Returns True if a tensor has memory because of its producer or its readers."""
+    """True if a tensor is in memory because of its producer's or a reader's kind."""
     op = program.ops[program.values[v].producer]
     if _is_view(program, op) or op.kind == "dynamic_update_slice":
-        return False  # An update is written into what a loop carries.
+        return False  # An update is written into a loop's carried value.
     if op.has_regions:
-        # What a loop only hands through is read where it came from.
+        # A value that a loop only passes on is read from the loop's operand.
         return bool(program.users[v])
-    # Behind a loop's own operands is what it returns, for which it has memory itself.
+    # Numbers after a loop's operands are its returned values, which have own memory.
     return op.kind not in FUSED or any(
-        user.kind not in _AS_IT_GOES and index < len(user.operands)
+        user.kind not in _FUSING_OPERANDS and index < len(user.operands)
         for user, index in uses_through(program, v, lambda op, _: _is_view(program, op))
     )
 
 
 def _is_view(program: Program, op: Op) -> bool:
-    """True if readers of an op's result read the op's operand.
-
-    Products read FP8 numbers, and scale their results.
-    """
+    """True if readers read the op's operand: for views, and FP8 scaled by a product."""
     return op.kind in _VIEWS or is_dequantized(program, op)
 
 
 @searched_once
 def summed_in_two_orders(program: Program) -> frozenset[int]:
-    """Values that sums read and that are made of tensors read in two orders."""
+    """Summed values that combine tensors whose dims are read in different orders."""
     orders: dict[int, frozenset[Order]] = {}
     found = set()
     for op in program.ops:
@@ -125,9 +117,9 @@ def summed_in_two_orders(program: Program) -> frozenset[int]:
             size = _elements(program, v)
             read = frozenset().union(
                 *(
-                    orders.get(w, _AS_IT_LIES)
+                    orders.get(w, _IN_MEMORY_ORDER)
                     for w in op.operands
-                    # What is smaller, such as a row's sum, is no matter.
+                    # Smaller operands, such as a row's sum, do not count.
                     if _elements(program, w) == size
                     and program.values[w].producer not in program.leaf_ops
                 )
@@ -138,13 +130,13 @@ def summed_in_two_orders(program: Program) -> frozenset[int]:
                 read = frozenset(order and _LOST for order in read)
             if len({*map(bool, read)}) > 1 and _is_summed(program, v):
                 found.add(v)
-                read = _AS_IT_LIES
+                read = _IN_MEMORY_ORDER
             orders[v] = read
     return frozenset(found)
 
 
 def _is_regrouped(program: Program, op: Op) -> bool:
-    """Returns True if a reshape does more than add and leave out dims of size 1."""
+    """True if a reshape does more than add or remove dims of size 1."""
     before, after = (
         [size for size in program.values[v].shape if size != 1]
         for v in (op.operands[0], op.results[0])
@@ -157,7 +149,7 @@ def _elements(program: Program, v: int) -> int:
 
 
 def _turned(op: Op, order: Order) -> Order:
-    """Lists reads of a tensor through a transpose of it."""
+    """Order in which a transpose's operand is read, from its result's order."""
     rule = op.rule
     if rule is None:
         return order or (1, 0)
@@ -180,25 +172,24 @@ def _is_summed(program: Program, v: int) -> bool:
     return any(op.kind == "reduce" for op, _ in uses)
 
 
-# Random bits are made where they are read, by twenty rounds of shifts. An element's
-# shift takes a kernel as long as so many bytes that it reads. H200: 0.27.
+# Random bits are computed in the reading kernel, by twenty rounds of shifts. Shifting
+# an element takes as long as reading this many bytes. H200: 0.27.
 SHIFT_BYTES = 0.25
 _SHIFTS = frozenset({"shift_left", "shift_right_logical"})
 
-# Of these a kernel reads as much of an operand as it makes.
+# Ops that read only as many elements of operand 0 as they make.
 _IN_PART = frozenset({"slice", "dynamic_slice", "gather"})
 
-# Bytes of tensors in memory, and as such of shifts, by numbers below 0.
+# Bytes that a kernel reads, by tensor in memory; keys below 0 are shifts.
 Reads = dict[int, float]
 
 
 @searched_once
 def moved_bytes(program: Program) -> Mapping[int, float]:
-    """Bytes that each op without products moves, of whole tensors.
+    """Bytes of unsharded tensors that kernels without products read and write.
 
     Returns:
-        By op id: of the last op of each kernel what its kernel moves, and nothing of
-        ops that are fused into others.
+        Bytes by op id: a kernel's last op has all its bytes, fused ops none.
     """
     kernels = _find_kernels(program)
     within = _sums_within_others(program, kernels)
@@ -218,7 +209,7 @@ def _find_kernels(program: Program) -> Mapping[int, Reads]:
         if op.id in program.leaf_ops or op.has_regions:
             continue
         if kept.isdisjoint(op.results) and not any(map(users.__getitem__, op.results)):
-            continue  # Nothing needs it: the compiler leaves it out.
+            continue  # The compiler removes unused ops.
         reads: Reads = {}
         for w in op.operands[op.kind == "dynamic_update_slice" :]:
             for source, size in _read(program, op, w, made_of).items():
@@ -242,7 +233,7 @@ def _find_kernels(program: Program) -> Mapping[int, Reads]:
 
 
 def _kept(program: Program) -> frozenset[int]:
-    """Values that the program returns, or a loop's body or a branch."""
+    """Values returned by the program, a loop's body or a branch."""
     yielded = (v for op in program.ops for v in op.yields)
     return frozenset((*program.outputs, *yielded))
 
@@ -250,7 +241,7 @@ def _kept(program: Program) -> frozenset[int]:
 def _read(
     program: Program, op: Op, w: int, made_of: Mapping[int, Reads]
 ) -> Mapping[int, float]:
-    """Bytes that an op reads for one operand, by the tensors in memory."""
+    """Bytes that an op reads for its operand `w`, by tensor in memory."""
     if program.is_leaf(_handed_in(program, w)):
         return {}
     found = made_of.get(w, {w: float(program.values[w].size_bytes)})
@@ -261,7 +252,7 @@ def _read(
 
 
 def _handed_in(program: Program, v: int) -> int:
-    """Returns where a value came from that loops only hand through."""
+    """Original of a value that loops only pass on."""
     while (origin := program.values[v].origin) >= 0 and any(
         v in program.ops[op].entered(place - len(program.ops[op].operands))
         for op, place in program.users[v]
@@ -271,7 +262,7 @@ def _handed_in(program: Program, v: int) -> int:
 
 
 def _is_shared(program: Program, v: int, reads: Reads) -> bool:
-    """Returns True if a value's readers would read more than it, each again."""
+    """True if writing a value once moves fewer bytes than fusing it in each reader."""
     readers = len({user for user, _ in program.users[v]})
     once = sum(size for source, size in reads.items() if source >= 0)
     return (readers - 1) * once > (readers + 1) * program.values[v].size_bytes
@@ -279,16 +270,15 @@ def _is_shared(program: Program, v: int, reads: Reads) -> bool:
 
 def _written(program: Program, op_id: int) -> float:
     op = program.ops[op_id]
-    # An update in place touches what it writes, not all of what it is part of.
+    # An update in place writes only the update, not the whole buffer.
     written = op.operands[1:2] if op.kind == "dynamic_update_slice" else op.results
     return float(sum(program.values[v].size_bytes for v in written))
 
 
 def _sums_within_others(program: Program, kernels: Mapping[int, Reads]) -> set[int]:
-    """Finds sums along rows that kernels compute while they read these rows anyway.
+    """Row sums that XLA fuses into a kernel reading the same rows.
 
-    A softmax has two sums over the same tensors: the maximum, and the sum of
-    exponentials. The compiler fuses the second.
+    In a softmax this is the sum of exponentials, but not the maximum.
     """
     readers: dict[int, list[int]] = defaultdict(list)
     rows: dict[int, set[int]] = {}
@@ -310,26 +300,26 @@ def _sums_within_others(program: Program, kernels: Mapping[int, Reads]) -> set[i
 
 
 def _is_along_rows(op: Op) -> bool:
-    """True if a sum is over the last dim of its operand."""
+    """True if a reduction is over the last dim of its operand."""
     rule = op.rule
     if rule is None or not rule.operands[0]:
         return False
     return any(f in rule.reduction for f in rule.operands[0][-1])
 
 
-# Of these the reader reads the tensor itself.
+# Ops that hand a tensor on to a heavy reader.
 _MOVING = frozenset({"convert", "reshape", "transpose"})
 
 
 @searched_once
 def turning_point(frame: Frame) -> int:
-    """Returns the id of the backward pass's first op, or the number of ops."""
+    """Id of the backward pass's first op; the number of ops if there is none."""
     derived = [m.op for b in frame.blocks for m in b.members if m.derived]
     return min(derived, default=len(frame.program.ops))
 
 
 def can_rematerialize(frame: Frame, segment: Segment) -> bool:
-    """Returns True if a segment keeps anything that it might rematerialize instead."""
+    """True if a segment keeps residuals that it could rematerialize instead."""
     return (
         rematerializable(frame.program, segment.ops, turning_point(frame)) is not None
     )
@@ -341,7 +331,7 @@ def can_rematerialize(frame: Frame, segment: Segment) -> bool:
 def residuals_under(
     layout: Layout, segment: Segment, remat: bool, kernels: SegmentKernels
 ) -> Set[int]:
-    """Values that a segment keeps for the backward pass under a choice."""
+    """Values that a segment keeps for the backward pass, given remat and kernels."""
     every = proposals(layout, segment.ops, kernels)
     gone = set[int]().union(*(o.site.between for o in every if not o.keeps_between))
     return residuals(layout.frame, segment.ops, remat) - gone
@@ -349,10 +339,10 @@ def residuals_under(
 
 @searched_once
 def residuals(frame: Frame, ops: tuple[int, ...], remat: bool = False) -> Set[int]:
-    """Values that some ops keep from the forward to the backward pass.
+    """Values that `ops` keep from the forward to the backward pass.
 
     Args:
-        remat: whether they are rematerialized: then they keep only what others read.
+        remat: True keeps only values that ops outside `ops` read.
     """
     program, turn = frame.program, turning_point(frame)
     mine = {op for op in ops if op < turn and op not in program.leaf_ops}
@@ -365,7 +355,7 @@ def residuals(frame: Frame, ops: tuple[int, ...], remat: bool = False) -> Set[in
         return read - makeable(program, read).keys()
     read_late = [v for v in made if any(user >= turn for user, _ in program.users[v])]
     found = {v for v in read_late if _feeds_heavy(program, v, turn)}
-    # The rest is made again of tensors that are in memory.
+    # Other values are recomputed from values in memory, which must be kept.
     stack = [v for v in read_late if v not in found]
     seen = {*program.args, *program.opened_entries}
     while stack:
@@ -383,7 +373,7 @@ def residuals(frame: Frame, ops: tuple[int, ...], remat: bool = False) -> Set[in
 
 
 def _feeds_heavy(program: Program, v: int, first: int) -> bool:
-    """Returns True if a heavy op reads a value, at or behind some op."""
+    """True if a heavy op with an id of at least `first` reads a value."""
     uses = uses_through(program, v, lambda op, _: op.kind in _MOVING)
     return any(
         op.id >= first and op.kind not in CHEAP and op.kind != "reduce"
@@ -395,19 +385,18 @@ def _feeds_heavy(program: Program, v: int, first: int) -> bool:
 
 
 def results_beside(frame: Frame) -> list[tuple[int, int | None]]:
-    """Results that take no donated argument's place: they are there beside them.
+    """Results that reuse no donated argument's memory, so need memory of their own.
 
-    A compiler gives them memory for the whole of an execution. Copies are among them:
-    arguments unchanged, and results again.
+    Among them are copies: unchanged arguments, and results returned twice.
 
     Returns:
-        For each its place among the results, and the argument that it is or renews.
+        (index of the result, index of the argument that it equals or renews, or None).
     """
     program = frame.program
     positions = {v: position for position, v in enumerate(program.args)}
     renewed: dict[int, int] = {}
     for output, position in frame.renewed.items():
-        # One value that renews two takes the first one's place.
+        # A value that renews two arguments reuses the first.
         renewed.setdefault(program.outputs[output], position)
     in_host, seen = host_results(program), set[int]()
     found: list[tuple[int, int | None]] = []
@@ -422,19 +411,19 @@ def results_beside(frame: Frame) -> list[tuple[int, int | None]]:
 
 
 def host_results(program: Program) -> set[int]:
-    """Values that a program returns in the memory of the host."""
+    """Values that a program returns in host memory."""
     kinds = program.output_memory or ("",) * len(program.outputs)
     return {v for v, kind in zip(program.outputs, kinds, strict=True) if kind}
 
 
 def host_bytes(layout: Layout, positions: Iterable[int]) -> tuple[int, int]:
-    """Computes bytes of arguments in host memory, for each device.
+    """Computes bytes, for each device, of arguments that are in host memory.
 
     Args:
-        positions: arguments; those in device memory do not count.
+        positions: indices of arguments; those in device memory do not count.
 
     Returns:
-        Bytes in host memory between steps, and bytes that a step moves there and back.
+        Bytes in host memory between steps, and bytes that a step moves both ways.
     """
     program = layout.frame.program
     returned = host_results(program)
@@ -452,10 +441,7 @@ def host_bytes(layout: Layout, positions: Iterable[int]) -> tuple[int, int]:
 
 
 def fixed_bytes(analysis: Analysis) -> tuple[int, int]:
-    """Computes the bytes of arguments that are no state, and of such results.
-
-    On each device; of results those beside the arguments count.
-    """
+    """Bytes per device of non-state arguments, and of new non-state results."""
     frame, state = analysis.frame, analysis.frame.group_of_arg
     layout = lay_out(frame, data_parallel(frame))
     given = (p for p in range(len(frame.program.args)) if p not in state)
@@ -464,14 +450,14 @@ def fixed_bytes(analysis: Analysis) -> tuple[int, int]:
 
 
 def result_bytes(layout: Layout, places: Iterable[int] | None = None) -> int:
-    """Computes the bytes of some results, or of all that are beside arguments."""
+    """Bytes per device of results by index; by default of all in `results_beside`."""
     outputs = layout.frame.program.outputs
     places = dict(results_beside(layout.frame)) if places is None else places
     return sum(value_bytes(layout, outputs[p], layout.output_spec(p)) for p in places)
 
 
 def argument_bytes(layout: Layout, position: int) -> int:
-    """Computes the bytes of an argument on each device; none if the host has it."""
+    """Bytes of an argument on each device; 0 if it is in host memory."""
     program = layout.frame.program
     if any(program.arg_memory[position : position + 1]):
         return 0
@@ -480,7 +466,7 @@ def argument_bytes(layout: Layout, position: int) -> int:
 
 
 def accumulated_bytes(layout: Layout, segment: Segment) -> int:
-    """Computes the bytes of a segment's sums over the iterations of an opened loop."""
+    """Bytes per device of a segment's sums over iterations of an opened loop."""
     program, inside = layout.frame.program, set(segment.ops)
     return sum(
         value_bytes(layout, result, layout.spec(result))
@@ -493,11 +479,10 @@ def accumulated_bytes(layout: Layout, segment: Segment) -> int:
 
 
 def value_bytes(layout: Layout, v: int, spec: Spec | None = None) -> int:
-    """Computes the bytes of a value on each device.
+    """Bytes of a value on each device.
 
     Args:
-        spec: its sharding; None for its reader's, as a value that the forward pass
-            gathers stays gathered.
+        spec: its sharding; by default its reader's, since a gathered value stays so.
     """
     spec = spec or layout.read_spec(v) or layout.spec(v) or ()
     size = layout.frame.program.values[v].size_bytes
@@ -506,22 +491,16 @@ def value_bytes(layout: Layout, v: int, spec: Spec | None = None) -> int:
 
 # ------------------------------------------------------------------------- temporaries
 
-# Ops are gone through in program order. A tensor is in memory from the op that makes it
-# to the last one that reads it: what has memory of its own, and what is kept for the
-# backward pass. A loop needs what it returns, such as the stacked gradients of its
-# layers, and what one iteration does, which may have a forward pass in it that is
-# rematerialized.
+# Ops run in program order. A tensor with own memory, or kept for the backward pass, is
+# in memory from its maker to its last reader. A loop needs memory for its results, such
+# as stacked gradients, and for one iteration.
 
-# Of one op: the tensors that it makes, and those that are not read after it.
+# (tensors that an op makes, tensors not read after it).
 Step = tuple[Sequence[int], Sequence[int]]
 
 
 def peak_bytes(steps: Iterable[Step], size_of: Callable[[int], int]) -> int:
-    """Computes the largest memory in use at once over some steps.
-
-    Args:
-        size_of: bytes of a tensor on a device; 0 if it is not made.
-    """
+    """Largest number of bytes in use at once; `size_of` gives a tensor's bytes."""
     live = most = 0
     for made, freed in steps:
         live += sum(map(size_of, made))
@@ -536,14 +515,14 @@ def steps_of(
     held: Set[int],
     spans: Sequence[tuple[int, int]] = (),
 ) -> list[Step]:
-    """Lists the ops of a segment, or of a loop's body, one after another.
+    """Lists allocations and releases in a segment, or in a loop's body, in order.
 
     A loop's results are in memory before its body runs.
 
     Args:
         held: tensors that are kept for the backward pass.
-        spans: ranges of op ids that run at once, whose operands stay until the last.
-            Extra memory of the first span is tensor -1, of the second -2.
+        spans: ranges of op ids that run as one kernel, whose operands stay until its
+            end. Extra memory of the first span is tensor -1, of the second -2.
     """
     inside = set(ops)
     own = [span for span in spans if inside.issuperset(span)]
@@ -569,16 +548,16 @@ def steps_of(
 
 
 def _last_reader(program: Program, v: int, inside: Set[int]) -> int:
-    """Finds the last op that reads a tensor, also through views."""
+    """Id of the op in `inside` that last reads a tensor, also fused; -1 if none."""
 
     def own(op_id: int) -> int:
         while op_id >= 0 and op_id not in inside:
             op_id = program.ops[op_id].parent
         return op_id
 
-    def is_made_where_it_is_read(op: Op, w: int) -> bool:
+    def is_fused(op: Op, w: int) -> bool:
         fuses = op.kind in FUSED and own(op.id) >= 0
         return fuses and not is_in_memory(program, w)
 
-    uses = uses_through(program, v, is_made_where_it_is_read)
+    uses = uses_through(program, v, is_fused)
     return max((own(op.id) for op, _ in uses), default=-1)

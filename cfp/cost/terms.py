@@ -1,8 +1,8 @@
-"""Cost terms of one block under a strategy: compute, moves, reads and results.
+"""Cost terms of a block (a contraction and the ops around it) under a strategy.
 
-A value that a loop carries is one tensor seen at several points, and has one number
-(:attr:`cfp.analysis.flow.Flow.canonical`). So reshardings between iterations, or
-between a parameter and its loop, are priced like others.
+A value carried by a loop is one tensor seen at several points. All points share one
+number (:attr:`cfp.analysis.flow.Flow.canonical`). So resharding between iterations, or
+between a parameter and its loop, is priced like any other.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Terms:
     def __init__(self, frame: Frame, rates: Rates) -> None:
         self.frame = frame
         self.rates = rates
-        # Thousands of a block's strategies differ in other ops than what these are of.
+        # Cached: thousands of strategies of a block share most of these terms.
         self.transition_ms = cache(self._transition_ms)
         self.move_ms = cache(self._move_ms)
         self._group_ms = cache(self._group_state_ms)
@@ -74,9 +74,9 @@ class Terms:
                     self._repeats[v] = max(op.repeat, self._repeats.get(v, 1))
 
     def _only_fills(self, op: Op) -> bool:
-        """True if an op writes into a buffer that only ops behind the loop read.
+        """True if an op writes into a buffer that its loop only passes on.
 
-        A cache has readers in each iteration, and may be resharded in each.
+        A cache, by contrast, is read in each iteration, and may be resharded there.
         """
         program = self.frame.program
         if op.kind != "dynamic_update_slice":
@@ -85,11 +85,11 @@ class Terms:
         return all(map(passes, (program.ops[user] for user in users)))
 
     def same(self, value: int) -> int:
-        """The value that stands for all points at which a tensor is seen."""
+        """Canonical number of a tensor that has several value numbers (in loops)."""
         return self.frame.canonical.get(value, value)
 
     def turns(self, value: int) -> int:
-        """Counts the times that opened loops have a value resharded in one step."""
+        """Number of times a step reshards a value because of opened loops."""
         program = self.frame.program
         producer = program.values[value].producer
         if producer >= 0:
@@ -98,7 +98,7 @@ class Terms:
         return max((program.turns(op) for op in readers), default=1)
 
     def block(self, block: int, strategy: Strategy) -> BlockTerms:
-        """Cost terms of a block under a strategy."""
+        """Cost terms of a block (by number) under a strategy."""
         sharded = self.frame.shardings[block].factor_axes(strategy)
         terms = [self._op(op, axes) for op, axes in sharded.items()]
         reads: dict[int, dict[Spec, None]] = {}
@@ -131,14 +131,14 @@ class Terms:
         return BlockTerms(*self.compute_ms(op, axes), makes, reads)
 
     def compute_ms(self, op: Op, axes: FactorAxes) -> tuple[float, float]:
-        """Computes time of contractions, and time of memory traffic."""
+        """Returns (contraction ms, memory traffic ms) of an op on one device."""
         rule, program = op.known_rule, self.frame.program
         share = self._share(rule, axes)
         if is_contraction(op):
             flops = op_flops(program, op) / op.repeat * share
             dtype = product_dtype(program, op)
             products_ms = self.rates.matmul_ms(flops, dtype)
-            # Scores are large beside what is multiplied for each of them.
+            # A product with large results for few FLOPs waits for memory.
             tensors = zip(
                 (*rule.operands, *rule.results),
                 (*op.operands, *op.results),
@@ -156,9 +156,9 @@ class Terms:
         return 0.0, op.repeat * self.rates.memory_ms(moved * share)
 
     def manual_ms(self, op: Op) -> float:
-        """Computes time of a hand-sharded region on one device; 0 for other ops.
+        """Time of a hand-sharded region (`shard_map`) on one device; 0 for other ops.
 
-        Products and memory traffic count, collectives inside do not.
+        Products and memory traffic count; collectives inside do not.
         """
         if op.manual is None:
             return 0.0
@@ -175,11 +175,11 @@ class Terms:
         return op.repeat * total
 
     def _share(self, rule: Rule, axes: FactorAxes) -> float:
-        """The share of an op's work that one device does, padding included."""
+        """Share of an op's work done by one device, padding included."""
         share = 1.0
         for size, names in zip(rule.sizes, axes, strict=True):
             ways = prod(self._sizes[a] for a in names)
-            if size:  # an operand that is left out may be an array of no elements
+            if size:  # An omitted operand may be an array without elements.
                 share *= padded_size(size, ways) / (size * ways)
         return share
 
@@ -191,11 +191,11 @@ class Terms:
         want: Spec,
         group: int | None = None,
     ) -> float:
-        """Estimates the time of a transition of a tensor of so many bytes.
+        """Estimates ms to reshard a tensor of `size` bytes; see :func:`transition`.
 
         Args:
-            group: storage group of a parameter or its gradient; independent transitions
-                of one computation are partly combined.
+            group: storage group, if the tensor is a parameter or its gradient. The
+                compiler combines some collectives of such tensors.
         """
         count = 1 if group is None else self._alike_state[self._state_key(group)]
         steps = transition(size, have, unreduced, want, self.frame.mesh)
@@ -203,10 +203,10 @@ class Terms:
 
     @cached_property
     def gradients(self) -> Mapping[int, int]:
-        """Finds the storage group of every gradient, also of partial ones.
+        """Storage group by gradient, also for values that become a gradient.
 
-        A value of as many elements without other readers is on its way to a gradient:
-        under :func:`jax.vmap` sums over one dim after another.
+        Such a value has as many elements as the gradient and no other readers. Under
+        :func:`jax.vmap`, gradients are summed over one dim after another.
         """
         program = self.frame.program
         found: dict[int, int] = {}
@@ -230,7 +230,7 @@ class Terms:
 
     @cached_property
     def _alike_state(self) -> Counter[tuple[int, str]]:
-        """Counts the storage groups of one type that one computation reads."""
+        """Number of storage groups with the same dtype and repeats."""
         return Counter(map(self._state_key, range(len(self.frame.groups))))
 
     def _state_key(self, index: int) -> tuple[int, str]:
@@ -239,7 +239,7 @@ class Terms:
         return self.turns(main), program.values[main].dtype
 
     def _move_ms(self, value: int, made: Made, wants: tuple[Spec, ...]) -> float:
-        """Estimates the time for readers to get a value in their shardings."""
+        """Estimates ms to reshard a value from its maker for all its readers."""
         if not wants:
             return 0.0
         size = self.frame.program.values[value].size_bytes
@@ -253,7 +253,7 @@ class Terms:
     def owned_groups(
         self, groups: Sequence[int], blocks: Sequence[BlockTerms]
     ) -> list[list[int]]:
-        """For each of some blocks the storage groups that it reads first."""
+        """Groups by block: each at its first reading block, or else its first maker."""
         frame = self.frame
         owned: list[list[int]] = [[] for _ in blocks]
         for index in groups:
@@ -268,14 +268,14 @@ class Terms:
     def state_ms(
         self, groups: Sequence[int], terms: BlockTerms, mode: Storage
     ) -> tuple[float, float]:
-        """Estimates the time to update groups, and to gather their parameters."""
+        """Returns (update ms, parameter gather ms) of storage groups under a mode."""
         found = [self._group_ms(i, self.wanted(i, terms), mode) for i in groups]
         return sum(memory for memory, _ in found), sum(moves for _, moves in found)
 
     def _group_state_ms(
         self, index: int, wants: tuple[Spec, ...], mode: Storage
     ) -> tuple[float, float]:
-        """Computes the time of one storage group."""
+        """Returns (update ms, gather ms) of one storage group."""
         frame, program = self.frame, self.frame.program
         group = frame.groups[index]
         main = program.args[group.args[0]]
@@ -301,7 +301,7 @@ class Terms:
     def gradients_ms(
         self, groups: Iterable[int], terms: BlockTerms, mode: Storage
     ) -> float:
-        """Estimates the time to hand gradients that a block makes to their updates."""
+        """Estimates ms to reshard gradients that a block makes for their updates."""
         return sum(
             self._gradient_ms(index, v, made, self.wanted(index, terms), mode)
             for index in groups
@@ -318,10 +318,10 @@ class Terms:
         readers = [program.ops[user] for user, _ in program.users[v]]
         order: Sequence[int] = range(len(value.shape))
         if [op.kind for op in readers] == ["transpose"]:
-            order = readers[0].integers("permutation")  # It moves nothing.
+            order = readers[0].integers("permutation")  # A transpose moves no data.
         have, sizes = (tuple(of[d] for d in order) for of in (made[0], value.shape))
         if len(have) != len(wide):
-            # A loop makes a stack's gradients one by one.
+            # A loop makes the slices of a stacked gradient one by one.
             places = combinations(range(len(wide)), len(sizes))
             alike = (at for at in places if tuple(group.shape[d] for d in at) == sizes)
             targets = [tuple(wide[d] for d in at) for at in alike] or [have]
@@ -330,12 +330,12 @@ class Terms:
         return turns * min(self.transition_ms(*move) for move in moves)
 
     def wanted(self, index: int, terms: BlockTerms) -> tuple[Spec, ...]:
-        """The shardings in which a block reads a group's parameter."""
+        """Shardings in which a block reads a group's parameter; may be empty."""
         main = self.frame.program.args[self.frame.groups[index].args[0]]
         return terms.reads.get(self.same(main), ())
 
     def narrowed(self, reads: Sequence[int], main: int) -> float:
-        """Returns the factor by which a cast shrinks a parameter before its use."""
+        """Factor, at most 1, by which a cast among `reads` shrinks parameter `main`."""
         program = self.frame.program
         whole = dtype_bytes(program.values[main].dtype)
         casts = [program.ops[op] for op in reads if program.ops[op].kind == "convert"]
@@ -345,7 +345,7 @@ class Terms:
 
 # --------------------------------------------------------- collectives of a resharding
 
-# Of one collective: its kind, the axes that it goes over, and bytes.
+# A collective: (kind, mesh axes, bytes).
 Step = tuple[str, tuple[str, ...], float]
 
 
@@ -356,15 +356,15 @@ def transition(
     want: Spec,
     mesh: Mesh,
 ) -> tuple[Step, ...]:
-    """The collectives that take a tensor from one sharding to another.
+    """Lists the collectives that reshard a tensor from `have` to `want`.
 
     Args:
         size_bytes: bytes of the whole tensor.
-        partial: axes over which it still has to be summed.
+        partial: axes over which the tensor still has to be summed.
 
     Returns:
-        The steps. Bytes are those of the whole tensor in a group of devices: what an
-        all-gather makes, what a reduce-scatter or an all-to-all starts from.
+        Steps (kind, axes, bytes). Bytes are an all-gather's output, a reduction's input
+        on a device, or all inputs of a group in an all-to-all.
     """
     sizes = dict(mesh)
 
@@ -385,7 +385,7 @@ def transition(
         steps.append(("reduce-scatter", tuple(scattered), local))
         local /= ways(scattered)
     if summed := tuple(name for name in partial if name not in scattered):
-        # Devices that are to have other pieces sum their own alone.
+        # Devices with different pieces of the target sum only their own piece.
         taken = {name for names in held for name in names}
         for names, target in zip(held, want, strict=True):
             rest = target[len(names) :]

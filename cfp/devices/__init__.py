@@ -1,1 +1,1 @@
-"""Described clusters, and processes that are joined."""
+"""Described clusters, compiling for them, and joining of processes."""

@@ -1,14 +1,13 @@
-"""Descriptions of clusters, and meshes of their devices.
+"""Clusters described by text or TOML files, for planning without their devices.
 
 A cluster has hosts with equally many devices of one kind. Devices of a host communicate
 over its links, hosts over the network. A mesh takes devices host by host, so that its
 last axes stay within a host. In a slice of TPUs, axes lie along the dims of a grid.
 
-Kinds of devices and clusters, as data files describe them, and the files' schema.
-
-Every number has its source. A specified rate is a peak. GPUs reach a share of it: the
-share of the measured kind is assumed for the others. No TPU was measured, and their
-published rates count in full.
+The files in `cfp/devices/kinds` describe kinds of devices, with a source for every
+number. A specified rate is a peak, and GPUs reach a share of it. That share was
+measured on one kind (H200), and is assumed for other GPUs. No TPU was measured: their
+specified rates count in full.
 """
 
 from __future__ import annotations
@@ -50,20 +49,18 @@ Basis = Literal["measured", "specified"]
 
 
 class _Table(BaseModel):
-    """A table of TOML without other names than those of its fields."""
+    """Base of TOML tables; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Number(_Table):
-    """A number with its origin; in a file, a number alone is a specification.
-
-    The origin is for readers of the file: here only the basis matters.
+    """A number with its origin; a bare number in a file is specified.
 
     Attributes:
-        value: in the unit of its name.
+        value: in the unit that the field's name ends with.
         basis: "measured" or "specified".
-        source: a record of ours, or a document of the vendor.
+        source: a measurement or a vendor's document, for readers of the file.
     """
 
     value: Annotated[float, Field(strict=True, gt=0, lt=1e7)]
@@ -77,10 +74,12 @@ class Number(_Table):
 
 
 class Curves(_Table):
-    """Times of collectives by size: [bytes, milliseconds].
+    """Times of collectives within a host, as points [bytes, milliseconds].
+
+    Bytes are those of the whole tensor of a group.
 
     Attributes:
-        devices: number of devices of a host that took part.
+        devices: number of devices in the group.
     """
 
     devices: Count = 2
@@ -93,23 +92,23 @@ class Curves(_Table):
 
     @property
     def times(self) -> Mapping[str, Curve]:
-        """Curves by kind of collective, as `cfp.profiling.collectives` names them."""
+        """Curves by kind of collective, such as "all-reduce"; times never fall."""
         values = self.model_dump(by_alias=True)
         return {k: rising((int(size), ms) for size, ms in values[k]) for k in KINDS}
 
 
 class DeviceKind(_Table):
-    """A kind of device, or a cluster of some.
+    """A kind of device, or a cluster of them, as a TOML file describes it.
 
     Attributes:
-        hosts, devices_per_host: of a cluster; for a kind, the most devices of a host.
-        measured: measured rates, beside the specified ones.
-        link_gb_per_s: of TPUs the rate of one link in one direction; each dim of a
-            slice has two links.
-        link_latency_us: of TPUs the time from a device to its neighbour.
-        target_config: of GPUs the description for XLA's compiler, in its own format.
-        torus_dims: of TPUs the number of dims of a slice; 0 without a torus.
-        torus_ring: a slice's dim of a multiple of this closes to a ring.
+        device_kind: JAX's name, `jax.Device.device_kind`.
+        devices_per_host: of a cluster; for a kind, the most that a host holds.
+        measured: measured rates by field name, beside the specified ones.
+        link_gb_per_s: TPU: rate of one link in one direction, two links in each dim.
+        link_latency_us: TPU: time from a device to its neighbour.
+        target_config: GPU: target description for XLA's compiler, in text format.
+        torus_dims: TPU: number of dims of a slice; 0 for GPUs.
+        torus_ring: TPU: a dim whose size is a multiple of this closes to a ring.
     """
 
     name: str
@@ -124,8 +123,7 @@ class DeviceKind(_Table):
     link_gb_per_s: Number | None = None
     link_latency_us: Number = Number(value=1.0)
     network_gb_per_s: Number | None = None
-    # One message over a network of InfiniBand or RoCE, where a description says
-    # nothing: about what network adapters are sold with.
+    # Latency of a message over InfiniBand or RoCE, roughly as vendors specify it.
     network_latency_us: Number = Number(value=5.0)
     target_config: str = ""
     torus_dims: int = 0
@@ -141,20 +139,20 @@ class DeviceKind(_Table):
 
     @property
     def platform(self) -> str:
-        """The platform by JAX's name."""
+        """Platform: "gpu" or "tpu"."""
         return "tpu" if self.torus_dims else "gpu"
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of a device."""
+        """All memory of a device, in bytes."""
         return int(self.memory_gib.value * 2**30)
 
     def specified(self, name: str) -> float:
-        """A rate as its file specifies it."""
+        """The specified value of a field, such as `memory_gb_per_s`."""
         return getattr(self, name).value
 
     def expected(self, name: str) -> float:
-        """Returns a rate that programs reach: measured, or a share of the specified."""
+        """The rate that programs reach: measured, or estimated from the specified."""
         own: Number = self.measured.get(name) or getattr(self, name)
         if own.basis == "measured" or self.torus_dims:
             return own.value
@@ -163,10 +161,9 @@ class DeviceKind(_Table):
 
     @property
     def link_times(self) -> tuple[int, Mapping[str, Curve]]:
-        """Returns the devices of a host, and times of their collectives, by kind.
+        """Returns (devices in the group, collectives' curves by kind) within a host.
 
-        The times are measured, or the measured kind's at the bandwidth of the own
-        links.
+        Without own curves, H200's are scaled to the bandwidth of this kind's links.
         """
         if self.curves is not None:
             return self.curves.devices, self.curves.times
@@ -182,15 +179,16 @@ class DeviceKind(_Table):
         return known.curves.devices, times
 
 
-# The kind whose measurements say what share of a specification GPUs reach.
+# The kind whose measured share of its specification is assumed for other GPUs.
 _MEASURED_KIND = "h200"
 _FOLDER = resources.files("cfp.devices").joinpath("kinds")
 
 
 def read(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
-    """Reads a parsed description, which may start from a shipped kind.
+    """Checks a parsed TOML description.
 
-    Its own numbers win, also over measured ones of that kind.
+    A key `kind` starts from a shipped kind; other keys replace the kind's specified and
+    measured numbers. `where` is the file's name, for errors.
 
     Raises:
         CfpError: a name is unknown, or a value is missing or not allowed.
@@ -220,7 +218,7 @@ def read(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
 
 @cache
 def kinds() -> Mapping[str, DeviceKind]:
-    """The shipped kinds, by each name that they go by."""
+    """Shipped kinds by name and alias."""
     found = {}
     for file in _FOLDER.iterdir():
         if file.name.endswith(".toml"):
@@ -231,7 +229,7 @@ def kinds() -> Mapping[str, DeviceKind]:
 
 
 def kind(name: str) -> DeviceKind:
-    """Returns a shipped kind by its name.
+    """Returns a shipped kind by its name or alias.
 
     Raises:
         CfpError: the name is unknown.
@@ -246,24 +244,24 @@ def kind(name: str) -> DeviceKind:
 
 @cache
 def kind_of(device_kind: str) -> DeviceKind | None:
-    """Returns a shipped kind by JAX's name for it, or None."""
+    """Returns the shipped kind with JAX's `device_kind`, or None."""
     every = kinds().values()
     return next((one for one in every if one.device_kind == device_kind), None)
 
 
 def description_of(mesh: Mesh, rates: Rates) -> str:
-    """A description of a host's devices, in TOML, for `cfp.devices.described`.
+    """Writes a TOML description of a host's devices from their measured rates.
 
     Args:
-        mesh: the devices, of one host, on one axis.
+        mesh: devices of one host, on one axis.
 
     Raises:
-        CfpError: the mesh has several axes.
+        CfpError: not exactly one axis has several devices.
     """
     sizes = {name: size for name, size in mesh.shape.items() if size > 1}
     if len(sizes) != 1:
         raise CfpError(
-            "A host is described by curves of one axis, and the mesh is "
+            "--describe needs a mesh with one axis of several devices, got "
             f"{dict(mesh.shape)}. Give --mesh x={mesh.size} --describe FILE."
         )
     [(axis, count)] = sizes.items()
@@ -295,7 +293,7 @@ def description_of(mesh: Mesh, rates: Rates) -> str:
 
 
 def _memory_bytes(mesh: Mesh) -> float:
-    """All memory of a device; of virtual ones a part of the host's."""
+    """All memory of a device; for virtual CPU devices an equal part of the host's."""
     stats = mesh.local_devices[0].memory_stats() or {}
     if "bytes_limit" in stats:
         fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
@@ -305,21 +303,23 @@ def _memory_bytes(mesh: Mesh) -> float:
 
 Axes = tuple[tuple[str, int], ...]
 
-# What JAX takes of a GPU's memory by default.
+# Share of a GPU's memory that JAX uses by default.
 _TAKEN_SHARE = 0.75
 _SHORT = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x(?P<kind>[A-Za-z][\w-]*)")
 _SLICE = re.compile(r"(?P<kind>[A-Za-z][\w-]*):([1-9]\d*(?:x[1-9]\d*)*)")
 _CHIPS = re.compile(r"([A-Za-z]\w*)-(1|2|4|8|16|32|64|128|256)")
-# Of a curve whose time is a latency and so much for each byte.
+# Bytes at the points of a curve that is linear in size.
 _SIZES = (1 << 10, 1 << 20, 1 << 30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A number of hosts with equally many devices, or a slice of TPUs.
+    """Hosts with equally many devices of one kind, or a slice of TPUs.
 
     Attributes:
-        torus: dims of a slice; empty for other clusters.
+        text: the description, such as "2x8xh100", or a file's name.
+        per_host: devices of a host; a slice counts as one host.
+        torus: sizes of a slice's dims; empty for GPUs.
     """
 
     text: str
@@ -335,17 +335,17 @@ class Cluster:
 
     @property
     def rings(self) -> tuple[bool, ...]:
-        """For each dim of a slice whether its ends are linked."""
+        """True for each dim of a slice that is a ring: its ends are linked."""
         closed = tuple(size % self.kind.torus_ring == 0 for size in self.torus)
-        # A slice of cubes closes where it is made of whole ones.
+        # Slices of 3 dims consist of cubes, and close only if all cubes are whole.
         return closed if len(closed) < 3 else (all(closed),) * len(closed)
 
     def has(self, axes: Axes) -> bool:
-        """True if jax.make_mesh lays a mesh of these axes on the slice, if any."""
+        """True unless `jax.make_mesh` refuses the axes on this slice of TPUs."""
         return not self.torus or self.places(axes) is not None
 
     def places(self, axes: Axes) -> np.ndarray | None:
-        """Coordinates in a slice, as jax.make_mesh lays them; None if it refuses."""
+        """Coordinates [*axes, 3] of devices by `jax.make_mesh`; None if it refuses."""
         return _places(self.kind.device_kind, self.torus, tuple(s for _, s in axes))
 
 
@@ -354,7 +354,7 @@ class DescribedMesh:
     """A mesh of a described cluster, for planning.
 
     Attributes:
-        axes: names and sizes, in order; devices along the last ones are neighbours.
+        axes: names and sizes; devices along the last axes are neighbours.
     """
 
     cluster: Cluster
@@ -376,25 +376,25 @@ class DescribedMesh:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of a device that programs may use."""
+        """Bytes of a device's memory that programs may use."""
         share = 1.0 if self.cluster.torus else _TAKEN_SHARE
         return int(share * self.cluster.kind.memory_bytes)
 
     @property
     def crossing(self) -> tuple[str, ...]:
-        """Axes along which groups span hosts; empty for slices."""
+        """Axes whose groups of devices span several hosts; empty for TPU slices."""
         return tuple(n for n, s in self.axes if s > 1 and self._within((n,)) < s)
 
     @property
     def outer(self) -> frozenset[str]:
-        """Axes along which hosts differ, of a slice of several hosts the first."""
+        """Axes along which hosts differ; for a TPU slice of several hosts the first."""
         several = self.cluster.count > self.cluster.kind.devices_per_host
         first = [n for n, s in self.axes if s > 1][: bool(self.cluster.torus) * several]
         return frozenset(self.crossing or first)
 
     @property
     def environment(self) -> dict[str, str]:
-        """The parts of keys that describe devices, as for real ones."""
+        """Description of the devices for keys of profiling records, as of real ones."""
         known, of = self.cluster.kind, "x".join(map(str, self.cluster.torus))
         return {
             "described": self.cluster.text,
@@ -410,7 +410,7 @@ class DescribedMesh:
 
     @property
     def rates(self) -> Rates:
-        """Rates of compute, memory and collectives, from the description."""
+        """Expected rates of compute, memory and collectives."""
         known = self.cluster.kind
         curve = self._torus_curve if self.cluster.torus else self._curve
         defaults = defaults_of(known.platform)
@@ -431,13 +431,13 @@ class DescribedMesh:
         )
 
     def _within(self, group: Iterable[str]) -> int:
-        """Counts the devices of a group in one host, at most."""
+        """The most devices of a group that are in one host."""
         places = np.arange(self.cluster.count).reshape([s for _, s in self.axes])
         hosts = places[self._group(group)].ravel() // self.cluster.per_host
         return int(np.bincount(hosts).max())
 
     def _curve(self, what: str, group: tuple[str, ...]) -> Curve:
-        """Returns the curve of a kind of collective over some axes."""
+        """Curve of a collective `what` over some axes, on hosts with a network."""
         known = self.cluster.kind
         ways, times = known.link_times
         points = times[what]
@@ -449,13 +449,13 @@ class DescribedMesh:
         if near == size:
             return tuple(inside)
         far = size // near
-        # Each device of a host has an adapter. In a ring all of a host's are used for
-        # what passes from host to host; of an all-to-all each sends its own part.
+        # Each device has a network adapter. A ring uses all adapters of a host at once;
+        # in an all-to-all each device sends its own part.
         network, link = known.network_gb_per_s, known.link_gb_per_s
         assert network is not None, "mesh_of has seen it"
         adapter = network.value * 1e6
         if network.basis == "specified" and link is not None:
-            # Of it as much as large collectives reach of a link.
+            # Assume the share of the peak that large collectives reach on a link.
             sent = points[-1][0] * sent_share(what, ways) / (points[-1][1] - floor)
             adapter *= min(1.0, sent / (link.value * 1e6))
         if what == "all-to-all":
@@ -467,7 +467,7 @@ class DescribedMesh:
         return tuple((b, max(ms, floor + b * share) + waits) for b, ms in inside)
 
     def _torus_curve(self, what: str, group: tuple[str, ...]) -> Curve:
-        """Returns the curve on a torus, with all links in both directions.
+        """Curve of a collective on a torus, using all links in both directions.
 
         A device has two links along a ring, and one at the end of a line. An all-to-all
         is bounded by the links between the halves of the slice.
@@ -481,7 +481,7 @@ class DescribedMesh:
         links = {
             d: 2 if cluster.rings[d] and box[d] == cluster.torus[d] else 1 for d in dims
         }
-        # Devices with others in between share their links with these.
+        # Devices of a group that are not adjacent share links with those in between.
         bytes_per_ms = size / prod(box) * link.value * 1e6
         if what == "all-to-all":
             share = max(box[d] / links[d] for d in dims) / size / 4 / bytes_per_ms
@@ -493,12 +493,12 @@ class DescribedMesh:
         return tuple((b, float(floor + b * share)) for b in _SIZES)
 
     def _group(self, names: Iterable[str]) -> tuple[slice | int, ...]:
-        """Returns indices of the first group of devices along some axes."""
+        """Index of the first group of devices along some axes."""
         return tuple(slice(None) if n in names else 0 for n, _ in self.axes)
 
 
 def slice_of(devices: Sequence[Any]) -> str:
-    """Names the slice of devices, such as ``TPU v5 lite 4x4``; "" without TPUs."""
+    """Returns the slice's name, such as ``TPU v5 lite 4x4``; "" without TPUs."""
     if (known := kind_of(devices[0].device_kind)) is None or not known.torus_dims:
         return ""
     box = np.ptp([one.coords for one in devices], axis=0)[: known.torus_dims] + 1
@@ -515,7 +515,7 @@ def _places(
         SimpleNamespace(**chip, id=i, process_index=0, coords=(*place[::-1], 0)[:3])
         for i, place in enumerate(places)
     ]
-    splits = device_kind == "TPU v5 lite"  # of these alone jax.make_mesh splits dims
+    splits = device_kind == "TPU v5 lite"  # jax.make_mesh splits dims of these only.
     try:
         laid = mesh_utils.create_device_mesh(
             sizes, chips, allow_split_physical_axes=splits
@@ -529,10 +529,10 @@ def described(text: str, **axes: int) -> DescribedMesh:
     """Makes a mesh of a described cluster, for :func:`cfp.plan`.
 
     Args:
-        text: ``4xh200``, ``2x8xh100`` (hosts, devices of each, kind), ``v5e:4x4`` or
+        text: ``4xh200``, ``2x8xh100`` (hosts x devices per host x kind), ``v5e:4x4`` or
             ``v5e-16`` (a slice of TPUs), or a file: ``cluster.toml``.
-        axes: sizes of the mesh's axes, such as ``x=2, y=8``; by default one axis of the
-            devices of a host or slice, behind one of the hosts if there are several.
+        axes: sizes of the mesh's axes, such as ``x=2, y=8``; by default (hosts, devices
+            per host), or a single axis for one host or a slice.
 
     Raises:
         CfpError: the description is incomplete or unknown, or the axes do not multiply
@@ -555,31 +555,31 @@ def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
     given = " x ".join(f"{name}={size}" for name, size in axes) or "one device"
     if count != cluster.count or any(size < 1 for _, size in axes):
         raise CfpError(
-            f"{given} is not a mesh of all devices of {text}, {cluster.count} (hosts = "
-            f"{cluster.hosts}, devices_per_host = {cluster.per_host}). One axis of "
-            f"them is x={cluster.count} (--mesh x={cluster.count})."
+            f"The mesh {given} does not fit {text} (devices = {cluster.count}, hosts = "
+            f"{cluster.hosts}, devices_per_host = {cluster.per_host}). Give for "
+            f"example x={cluster.count} (--mesh x={cluster.count})."
         )
     found = DescribedMesh(cluster=cluster, axes=axes)
     if not cluster.has(axes):
         raise CfpError(
             f"jax.make_mesh refuses the mesh {given} on the slice {text}: each axis "
-            f"takes one or several of its dims whole. x={cluster.count} does."
+            f"must take whole dims of it. Give for example x={cluster.count}."
         )
     if cluster.hosts > 1 and cluster.kind.network_gb_per_s is None:
         raise CfpError(
-            f"Nothing is known of a network between hosts of {cluster.kind.name}. Give "
-            f'a file: kind = "{cluster.kind.name}", hosts = {cluster.hosts}, '
-            f"devices_per_host = {cluster.per_host}, network_gb_per_s = 25 (what one "
-            "device sends to another host)."
+            f"The network between hosts of {cluster.kind.name} is unknown. Give a file "
+            f'with kind = "{cluster.kind.name}", hosts = {cluster.hosts}, '
+            f"devices_per_host = {cluster.per_host}, network_gb_per_s = 25 (rate of "
+            "one device to another host)."
         )
     return found
 
 
 def cluster_of(text: str) -> Cluster:
-    """Reads a description.
+    """Reads a description, as in `described`.
 
     Raises:
-        CfpError: the text is no description, or a host holds fewer devices.
+        CfpError: the text or file cannot be read, or a host has too many devices.
     """
     if text.endswith(".toml"):
         path = Path(text)
@@ -588,7 +588,7 @@ def cluster_of(text: str) -> Cluster:
         except (OSError, ValueError) as error:
             raise CfpError(
                 f"The description {path} cannot be read: {type(error).__name__}: "
-                f"{error}. docs/planning-ahead.md has one."
+                f"{error}. docs/planning-ahead.md has an example."
             ) from error
         hosts, per_host = found.hosts, found.devices_per_host
         return Cluster(text=path.name, kind=found, hosts=hosts, per_host=per_host)
@@ -617,8 +617,8 @@ def cluster_of(text: str) -> Cluster:
         hosts = next(n for n in range(-(-count // most), count + 1) if count % n == 0)
         short = f"{hosts}x{count // hosts}x{found.name}"
         raise CfpError(
-            f"A host holds {most} {found.name}, and {text} asks for {per_host} in one. "
-            f"Give {short} (--for {short}), hosts with a network between them; a file "
-            "describes larger hosts, with devices_per_host."
+            f"A host holds {most} {found.name}, and {text} has {per_host} in one host. "
+            f"Give {short} (--for {short}) for several hosts, or a file with "
+            "devices_per_host for larger hosts."
         )
     return Cluster(text=text, kind=found, hosts=hosts, per_host=per_host, torus=torus)

@@ -1,7 +1,7 @@
 """Compiles programs for described devices, each in a child process with a time limit.
 
-XLA's compilers for TPUs and GPUs compile for a topology, without its devices. If they
-abort, only the child ends.
+XLA's compilers for TPUs and GPUs compile for a topology, without its devices. If a
+compiler aborts, only the child process ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cfp.profiling.hlo import collectives_in
 from cfp.profiling.record import UNTUNED, ProfileRecord
 from cfp.program.graph import Program
 
-# This machine's devices are not asked for, and libtpu is there once for each child.
+# Children use no device of this machine, and may each load libtpu.
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -44,29 +44,29 @@ _NEEDED = re.compile(r"\(([\d.]+)([KMG])\) exceeds available HBM")
 
 
 def check_compiler(kind: DeviceKind) -> None:
-    """Looks for the compiler for a kind of device.
+    """Checks that this machine can compile for a kind of device.
 
     Raises:
-        CfpError: it is not installed, or needs to know more of the devices.
+        CfpError: the compiler is not installed, or the kind has no `target_config`.
     """
     extra, modules = "tpu", ("libtpu",)
     if kind.platform == "gpu":
         extra, modules = "cuda", ("jax_cuda13_plugin", "jax_cuda12_plugin")
         if not kind.target_config:
             raise CfpError(
-                f"XLA needs to know more of {kind.name} to compile for it: "
-                "target_config in a description, as in cfp/devices/kinds/h200.toml."
+                f"XLA cannot compile for {kind.name} without its target_config. Give "
+                "one in a description, as in cfp/devices/kinds/h200.toml."
             )
     if not any(map(find_spec, modules)):
         raise CfpError(
-            f"Compiling for {kind.name} takes {modules[0]}, which is not installed: "
-            f'pip install "cfp[{extra}]", on Linux. Without --compile (compile=True) '
-            "a plan is by estimates alone."
+            f"Compiling for {kind.name} needs {modules[0]}, which is not installed. "
+            f'Run pip install "cfp[{extra}]" on Linux; or plan by estimates, without '
+            "--compile (compile=True)."
         )
 
 
 def topology_mesh(mesh: DescribedMesh) -> Mesh:
-    """The mesh of devices that programs may be compiled for, and cannot run on."""
+    """A JAX mesh to compile for; its devices are descriptions, and run nothing."""
     cluster, kind = mesh.cluster, mesh.cluster.kind
     if cluster.torus:
         name = f"{kind.name}:{'x'.join(map(str, cluster.torus))}"
@@ -85,11 +85,11 @@ def topology_mesh(mesh: DescribedMesh) -> Mesh:
 def build_elsewhere(
     program: Program, mesh: DescribedMesh, job: Job, limit_seconds: float
 ) -> Built | ProfileRecord:
-    """Compiles a job for described devices; see :func:`cfp.profiling.builder.build`."""
+    """Compiles a job in a child process; returns sizes, or a record of the failure."""
     started, status, reason = time.perf_counter(), "crashed", ""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        # A copy is without what was found in the program, which may not be pickled.
+        # The copy lacks the program's cached findings, which may not be picklable.
         Path(folder, "asked").write_bytes(pickle.dumps((replace(program), mesh, job)))
         environment = {**os.environ, **_ENVIRONMENT}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -117,9 +117,9 @@ def build_elsewhere(
 
 
 def _dumped(folder: Path) -> Mapping[str, Any]:
-    """Memory and collectives that XLA:TPU has written, before it makes code.
+    """Temporary bytes and collectives from XLA:TPU's dumps; {} while there are none.
 
-    Making code takes most of its time.
+    The dumps come before code generation, which takes most of the time.
     """
     texts = [*folder.glob("*.after_optimizations_after_buffer_assignment.txt")]
     sizes = [*folder.glob("*.after_optimizations-memory-usage-report.txt")]
@@ -133,7 +133,7 @@ def _dumped(folder: Path) -> Mapping[str, Any]:
 
 
 def _with_trip_counts(text: str) -> str:
-    """HLO with its loops' trip counts, which XLA:TPU leaves out; JAX counts from 0."""
+    """Adds the loops' trip counts, which XLA:TPU omits, to HLO; JAX counts from 0."""
     for name, bound in _CONDITION.findall(text):
         bounds = rf"^  {re.escape(bound)} = \S+ constant\((\d+)\)"
         if count := re.search(bounds, text, re.M):
@@ -143,7 +143,7 @@ def _with_trip_counts(text: str) -> str:
 
 
 def _answer(folder: Path) -> None:
-    """Compiles the job that a folder has, and writes what became of it there."""
+    """Child process: compiles the job in a folder's file, and writes the result."""
     program, mesh, job = pickle.loads(Path(folder, "asked").read_bytes())
     if mesh.cluster.kind.platform == "gpu":  # Tuning kernels takes a device.
         job = replace(job, options=(*UNTUNED.items(), *job.options))
@@ -151,7 +151,7 @@ def _answer(folder: Path) -> None:
     if isinstance(found, Built):
         found = replace(found, compiled=None)
     elif size := _NEEDED.search(found.reason):
-        # Of a program that does not fit XLA:TPU says how much it needs in all.
+        # If a program does not fit, XLA:TPU's error has its total memory.
         needed = float(size[1]) * 2 ** (10 * "KMG".index(size[2]) + 10)
         found = replace(found, temp_bytes=round(needed))
     Path(folder, "answer").write_bytes(pickle.dumps(found))

@@ -1,6 +1,6 @@
 """Joins the processes of a program, with deadlines and clear errors.
 
-`jax.distributed.initialize` ends a process without the name of the missing one.
+`jax.distributed.initialize` alone ends a process without naming the missing one.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from cfp.profiling.coordination import coordination
 COORDINATOR = "CFP_COORDINATOR"
 PROCESSES = "CFP_PROCESSES"
 PROCESS_ID = "CFP_PROCESS_ID"
-# Asks commands to join without saying what.
+# Makes commands join; JAX finds the addresses.
 JOIN = "CFP_JOIN"
-# How long others may take to come, and to give a sign of life.
+# Time limits for all processes to join, and between heartbeats.
 JOIN_SECONDS, LOST_SECONDS = 50, 20
 _LOOK_SECONDS = 0.2
-# JAX ends the process at its own deadline, with fewer words.
+# Added to JAX's own deadline, at which it ends the process with a poorer message.
 _LATER_SECONDS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """Membership of a process in a program of several.
+    """Place of a process in a program of `processes` processes.
 
     Attributes:
         coordinator: HOST:PORT of process 0.
@@ -49,10 +49,10 @@ class Membership:
         process_id: int | None,
         environment: Mapping[str, str],
     ) -> Membership | None:
-        """Reads the membership from arguments or the environment; None without any.
+        """Reads the values from arguments, or else the environment; None if all miss.
 
         Raises:
-            ProcessError: a value is missing, or two contradict each other.
+            ProcessError: a value is missing or invalid.
         """
         count = _number(PROCESSES, processes, environment)
         mine = _number(PROCESS_ID, process_id, environment)
@@ -65,7 +65,7 @@ class Membership:
             given = {"coordinator": where, "processes": count, "process id": mine}
             said = (f"{n} {'missing' if v is None else v}" for n, v in given.items())
             raise ProcessError(
-                f"It is not known which process of the program this is: "
+                "This process cannot join the program: "
                 f"{', '.join(said)}. Give --coordinator host0:1234 --processes 2 "
                 "--process-id 0 on the first and --process-id 1 on the second; or the "
                 f"variables {COORDINATOR}, {PROCESSES} and {PROCESS_ID}."
@@ -82,19 +82,19 @@ def join(
     join_seconds: int = JOIN_SECONDS,
     lost_seconds: int = LOST_SECONDS,
 ) -> None:
-    """Joins the processes of a program; call it before anything that uses devices.
+    """Joins the processes of a program; call it before any use of devices.
 
-    ``jax.distributed.initialize`` with deadlines of less than a minute, and with a
-    message about the missing process. Values that are not given come from the
-    environment (``CFP_COORDINATOR``, ``CFP_PROCESSES``, ``CFP_PROCESS_ID``), or from
-    JAX under Slurm, Open MPI and Kubernetes.
+    Calls ``jax.distributed.initialize`` with deadlines of less than a minute, and
+    raises clear errors. Missing arguments come from the environment
+    (``CFP_COORDINATOR``, ``CFP_PROCESSES``, ``CFP_PROCESS_ID``). Without these, JAX
+    finds the values under Slurm, Open MPI and Kubernetes.
 
     Args:
         coordinator: HOST:PORT of process 0.
         processes: number of processes.
-        process_id: number of this process; process 0 opens the port.
-        join_seconds: time limit for the others to come.
-        lost_seconds: time without a sign of life after which all processes end.
+        process_id: number of this process, from 0; process 0 opens the port.
+        join_seconds: time limit for all processes to join.
+        lost_seconds: time without a process's heartbeat after which all processes end.
 
     Raises:
         ProcessError: the coordinator does not answer, or a process is missing.
@@ -124,7 +124,7 @@ def join(
         except BaseException as error:
             failures.append(error)
 
-    # In a thread, which nothing can interrupt, and which is not waited for.
+    # A daemon thread: the call cannot be interrupted, and is left behind if it hangs.
     thread = threading.Thread(target=initialize, name="cfp-join", daemon=True)
     thread.start()
     thread.join(max(end - time.monotonic(), 1.0))
@@ -133,19 +133,19 @@ def join(
         raise ProcessError(
             f"Not all {of} of this program have come together within {join_seconds} s "
             f"at {member.coordinator if member else 'the address'}. Start all at about "
-            "the same time, each with a number of its own; see what the missing ones "
-            "printed."
+            "the same time, each with its own process id; read the output of missing "
+            "processes."
         )
     if failures:
         reason = (str(failures[0]).strip().splitlines() or [repr(failures[0])])[0]
         raise ProcessError(
-            f"The processes cannot be brought together: {reason}. Give "
+            f"The processes cannot join: {reason}. Give "
             "cfp.join(coordinator, processes, process_id), or the variables "
-            f"{COORDINATOR}, {PROCESSES} and {PROCESS_ID}; outside of Slurm and the "
-            "like JAX cannot find the others by itself."
+            f"{COORDINATOR}, {PROCESSES} and {PROCESS_ID}; JAX finds the others by "
+            "itself only under Slurm and similar launchers."
         ) from failures[0]
     if (talk := coordination()) is not None:
-        # Before the heartbeats are missed: there is more to say here.
+        # Fail before JAX misses the heartbeats, with a better message.
         talk.after_failure = min(talk.after_failure, 0.6 * lost_seconds)
 
 
@@ -159,8 +159,8 @@ def _look(member: Membership, end: float, join_seconds: int) -> None:
                 return
         except OSError as error:
             raise ProcessError(
-                f"Process 0 cannot open port {port}, where the others look for it: "
-                f"{error}. Give another port, the same in all processes."
+                f"Process 0 cannot open port {port}: {error}. Give another port, the "
+                "same in all processes."
             ) from error
     reason = ""
     while time.monotonic() < end:
@@ -172,8 +172,8 @@ def _look(member: Membership, end: float, join_seconds: int) -> None:
         time.sleep(_LOOK_SECONDS)
     raise ProcessError(
         f"There is no coordinator at {member.coordinator} within {join_seconds} s: "
-        f"{reason}. Start process 0 of {member.processes}, too; give the address that "
-        "this host reaches it by; see that no firewall keeps the port shut."
+        f"{reason}. Start process 0 of {member.processes}; give an address at which "
+        "this host reaches it; check that no firewall blocks the port."
     )
 
 
@@ -187,13 +187,13 @@ def _number(name: str, given: int | None, environment: Mapping[str, str]) -> int
 
 
 def is_asked() -> bool:
-    """True if the environment makes a command one of several processes."""
+    """True if the environment has a variable of `join`, or `CFP_JOIN` (not "0")."""
     names = (COORDINATOR, PROCESSES, PROCESS_ID)
     return any(map(os.environ.get, names)) or os.environ.get(JOIN, "") not in ("", "0")
 
 
 def join_if_asked() -> None:
-    """Joins other processes if the environment names any; see :func:`join`."""
+    """Calls :func:`join` if the environment asks for it and JAX has not joined yet."""
     if is_asked() and not jax.distributed.is_initialized():
         join(
             join_seconds=_seconds("CFP_JOIN_SECONDS", JOIN_SECONDS),
@@ -207,7 +207,7 @@ def _seconds(name: str, usual: int) -> int:
 
 
 def is_follower() -> bool:
-    """True if another process decides, prints and writes files. Uses no devices."""
+    """True if not process 0, which decides, prints and writes files; uses no device."""
     if (talk := coordination()) is not None:
         return talk.channel.process != 0
     return os.environ.get(PROCESS_ID, "0") != "0"

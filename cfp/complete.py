@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
-from cfp.checking.sites import check_sites
 from cfp.context import PlanContext
 from cfp.errors import CfpError, MemoryBudgetError
 from cfp.passes.analyze import Analyzed
@@ -97,7 +96,8 @@ def wrong_kernels(
     is_here = isinstance(mesh, Mesh) and len(mesh.local_devices) == mesh.size
     if not plan.constraints.replaced or not is_here:
         return frozenset(), ()
-    program = found.analysis.frame.program
-    checks = check_sites(context, program, plan.constraints)
+    from cfp.checking.sites import check_sites  # It runs parts of a step.
+
+    checks = check_sites(context, found.analysis.frame.program, plan.constraints)
     wrong = frozenset(one.kernel for one in checks if one.is_wrong)
     return wrong, tuple(str(one) for one in checks if one.is_wrong or one.reason)

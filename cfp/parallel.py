@@ -23,13 +23,13 @@ from cfp.errors import (
     known_names,
     warn,
 )
+from cfp.plan.execute import CompiledStep
 from cfp.plan.parts import type_text
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.store import store_path
 from cfp.program.jaxprs import trace_context_key
 from cfp.program.step import FlatStep, flatten_step
-from cfp.runtime.execute import CompiledStep
 from cfp.view.console import shown
 
 # What decides a plan; a saved one has decided.

@@ -30,6 +30,7 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_stru
 from cfp.analysis.layout import lay_out
 from cfp.errors import CfpError, StepNotTraceable
 from cfp.passes.analyze import analyze_step
+from cfp.plan.execute import CompiledStep, LoweredStep, load_or_lower
 from cfp.plan.plan import Plan
 from cfp.presets.presets import presets
 from cfp.printable import format_bytes
@@ -46,7 +47,6 @@ from cfp.program.memory import fetch, in_host, on_device, put
 from cfp.program.step import FlatStep
 from cfp.program.trace import OTHER_DEVICES
 from cfp.program.widen import wide_dtype, with_dtype
-from cfp.runtime.execute import CompiledStep, LoweredStep, load_or_lower
 from cfp.search.requests import constraints_of
 from cfp.settings import ConstraintLevel
 

@@ -20,6 +20,7 @@ from cfp.analysis.layout import Frame
 from cfp.context import PlannerSettings, open_context
 from cfp.errors import CfpError
 from cfp.plan.describe import compose_plan
+from cfp.plan.execute import resolved
 from cfp.plan.parts import Figures, check_arguments
 from cfp.plan.plan import Plan
 from cfp.presets.presets import presets
@@ -38,7 +39,6 @@ from cfp.race.programs import (
 )
 from cfp.race.race import Race
 from cfp.race.turns import race_programs
-from cfp.runtime.execute import resolved
 from cfp.solution import Candidate, Solution
 from cfp.view.words import OTHER_DEVICES, VERIFIED, WAS_DESCRIBED, basis_text
 

@@ -31,6 +31,7 @@ from cfp.analysis.strategies import NONE, Spec, Strategy
 from cfp.cost.costs import segment_candidate
 from cfp.cost.terms import transition
 from cfp.devices.described import DescribedMesh
+from cfp.plan.execute import ReusableExecutable
 from cfp.plan.parts import (
     INDIVISIBLE,
     NOT_CHOSEN,
@@ -57,7 +58,6 @@ from cfp.program.partitioned import call_of
 from cfp.program.read import outline_of
 from cfp.program.trace import host_calls
 from cfp.race.programs import RaceOutcome, programs_of
-from cfp.runtime.execute import ReusableExecutable
 from cfp.search.requests import constraints_of
 from cfp.search.solver import Problem
 from cfp.solution import prediction_of

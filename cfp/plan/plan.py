@@ -18,6 +18,14 @@ from cfp.devices.described import DescribedMesh
 from cfp.errors import PlanMismatch, warn
 from cfp.fields import Count, Name, Number, Rung, Time, Words
 from cfp.plan import file
+from cfp.plan.execute import (
+    CompiledStep,
+    LoweredStep,
+    ReusableExecutable,
+    export_planned,
+    load_or_lower,
+    start_devices,
+)
 from cfp.plan.file import Local
 from cfp.plan.parts import (
     BINDS,
@@ -42,14 +50,6 @@ from cfp.program.read import Outline
 from cfp.program.step import FlatStep, flatten_step, typed_as_returned
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import RaceRow
-from cfp.runtime.execute import (
-    CompiledStep,
-    LoweredStep,
-    ReusableExecutable,
-    export_planned,
-    load_or_lower,
-    start_devices,
-)
 from cfp.settings import ConstraintLevel
 
 

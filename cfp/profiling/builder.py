@@ -184,7 +184,7 @@ class BuildEnvironment:
 
     @property
     def executables_dir(self) -> Path | None:
-        """Executables of whole steps under plans; see `cfp.runtime.execute`."""
+        """Executables of whole steps under plans; see `cfp.plan.execute`."""
         return self.folder and self.folder / "executables"
 
     def autotune_dir(self, platform: str) -> Path | None:

@@ -125,7 +125,7 @@ class Recorded:
     how: tuple[str, ...]
 
     def stages(self, mesh: Mesh) -> Sequence[Function]:
-        """None: see `cfp.runtime.execute`."""
+        """None: see `cfp.plan.execute`."""
         raise AssertionError("it is found again before it is lowered")
 
 

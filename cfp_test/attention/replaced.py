@@ -20,11 +20,11 @@ from cfp.attention.matching.matches import (
     refusal_of,
 )
 from cfp.checking.check import Check, Leaf, Reference, compile_alone
+from cfp.plan.execute import CompiledStep, load_or_lower
 from cfp.presets.presets import DATA_PARALLEL, plainest, presets
 from cfp.program.replace import Replacement, Sites
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import trace
-from cfp.runtime.execute import CompiledStep, load_or_lower
 
 
 @dataclass(frozen=True)

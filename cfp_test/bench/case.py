@@ -15,12 +15,12 @@ from cfp.cli.session import Session, analyse
 from cfp.errors import CfpError
 from cfp.models.model import Scalar
 from cfp.plan.describe import compose_plan
+from cfp.plan.execute import load_or_lower
 from cfp.profiling.builder import Built
 from cfp.profiling.hlo import collectives_in, miscompile_reason
 from cfp.profiling.inputs import InputKind
 from cfp.profiling.record import ProfileKey
 from cfp.race.programs import RaceOutcome
-from cfp.runtime.execute import load_or_lower
 from cfp.solution import Candidate, Solution
 from cfp.targets import model_target
 

@@ -31,10 +31,10 @@ from cfp.checking.trial import Trial, run_trial
 from cfp.cli.running import check_text
 from cfp.context import PlannerSettings
 from cfp.errors import CfpError, StepNotTraceable
+from cfp.plan import execute
 from cfp.profiling.record import MEMORY_SHARE
 from cfp.program.memory import memory_kind
 from cfp.program.step import flatten_step
-from cfp.runtime import execute
 from cfp.targets import Target, model_target
 from cfp_test.models.tiny import TINY
 from cfp_test.support.checking import make_mesh

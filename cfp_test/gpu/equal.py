@@ -18,9 +18,9 @@ from cfp.attention.kernels import KERNELS
 from cfp.context import DetailedSettings
 from cfp.errors import CfpError
 from cfp.models import build, initialise
+from cfp.plan.execute import CompiledStep
 from cfp.plan.plan import Plan
 from cfp.presets.presets import presets
-from cfp.runtime.execute import CompiledStep
 from cfp.search.requests import constraints_of
 from cfp.settings import ConstraintLevel
 from cfp_test.attention.matrix import ALLOWED, STRATEGIES, packed

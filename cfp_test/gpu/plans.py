@@ -18,6 +18,7 @@ import cfp
 from cfp.context import DetailedSettings
 from cfp.errors import MemoryBudgetError
 from cfp.models import build
+from cfp.plan.execute import CompiledStep
 from cfp.plan.plan import Plan
 from cfp.presets.presets import PRESETS, presets
 from cfp.printable import format_bytes
@@ -25,7 +26,6 @@ from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.record import ProfileKey, ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.race.programs import RaceRow
-from cfp.runtime.execute import CompiledStep
 from cfp.settings import ConstraintLevel, defaults_of
 from cfp_test.gpu.equal import compile_choice, subject_of
 from cfp_test.gpu.place import Failed, NotRun, Place

@@ -9,6 +9,7 @@ import pytest
 
 import cfp
 from cfp.context import DetailedSettings
+from cfp.plan import execute
 from cfp.profiling.hlo import compile_right
 from cfp.program.constrain import Constraints
 from cfp_test.support.covering import at_night
@@ -145,7 +146,7 @@ def compiled_again(monkeypatch):
         found.append(lowered)
         return compile_right(lowered, options)
 
-    monkeypatch.setattr("cfp.runtime.execute.compile_right", compile_and_count)
+    monkeypatch.setattr(execute, "compile_right", compile_and_count)
     return found
 
 

@@ -21,13 +21,13 @@ from cfp.api import run_passes
 from cfp.context import DetailedSettings
 from cfp.errors import CfpError, MemoryBudgetError
 from cfp.passes.analyze import Analyzed, PlanOptions, analyze_step
+from cfp.plan.execute import CompiledStep, load_or_lower
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.hlo import compile_right
 from cfp.program.constrain import Constraints, constrain, partition_spec
 from cfp.program.memory import in_memory
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import lower_step
-from cfp.runtime.execute import CompiledStep, load_or_lower
 from cfp.search.requests import constraints_of
 from cfp_test.random_steps.compare import (
     MORE_NUDGES,

@@ -47,7 +47,7 @@ def _plant_factor(patch: pytest.MonkeyPatch) -> None:
 
 
 def _plant_key(patch: pytest.MonkeyPatch) -> None:
-    from cfp.runtime.execute import Executables
+    from cfp.plan.execute import Executables
 
     key = Executables.key
 

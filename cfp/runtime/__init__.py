@@ -1,1 +1,0 @@
-"""A step under a plan, compiled and called."""

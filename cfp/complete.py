@@ -56,9 +56,7 @@ def complete_plan(
         winner.choice,
         solution.problem,
         profiles.replacing if profiles else rules.replacing,
-        profiles.failed_kernels
-        if profiles
-        else kernels_not_timed(outcome, context.budget_bytes),
+        profiles.failed_kernels if profiles else kernels_not_timed(outcome),
         outcome.raced,
         dimensions=context.settings.dimensions,
         budget_bytes=context.budget_bytes,

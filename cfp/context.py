@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
-from enum import StrEnum
 from math import prod
 from numbers import Integral, Real
 from pathlib import Path
@@ -63,14 +62,15 @@ class PlannerSettings:
             them: one mesh axis, data parallel, parameters as used, the step as written,
             no options, state on the devices.
         race: time the best plan and the presets on the whole program. Otherwise the
-            prediction decides, and under a budget what compiles to fit.
+            prediction decides, and under a budget what compiles to fit. On virtual CPU
+            devices nothing races unless it is measured: the best that compiles is
+            taken.
         compile: compile the best few for described devices (takes cfp[tpu] or
             cfp[cuda]), and drop those that do not fit.
         precision: compute large 16-bit products of parameters in FP8, which changes
             results: fp8, or fp8,-*/router to leave some out by path. See docs/fp8.md.
-        measure: measure strategies on virtual CPU devices, too; by default choices
-            there are by estimates, and the plan and two presets race. False uses stored
-            measurements only.
+        measure: measure strategies and race on virtual CPU devices, too; by default
+            choices there are by estimates. False uses stored measurements only.
         retry_failures: measure again what failed before. It may be a moment, too.
         progress: called with every event, a :class:`Progress` or a line of text.
         ray: address of a Ray cluster to plan on: auto, host:port, or local, which
@@ -235,18 +235,6 @@ class MemoryBudget:
     reserve_bytes: int = 0
 
 
-class DecidedBy(StrEnum):
-    """The way to choose the plan among candidates.
-
-    By prediction, without compiling; by the compiler, as the best by prediction that
-    fits; or by a race.
-    """
-
-    PREDICTION = "prediction"
-    COMPILER = "compiler"
-    RACE = "race"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanContext:
     """Context shared by all passes of a plan.
@@ -287,16 +275,20 @@ class PlanContext:
         return time.monotonic() > self.end
 
     @property
-    def decided_by(self) -> DecidedBy:
-        """The way to choose the plan among candidates."""
-        settings = self.settings
+    def races(self) -> bool:
+        """True if the best candidates are timed, and the fastest is the plan."""
+        return self._may_run and not self.rules.estimates
+
+    @property
+    def compiles(self) -> bool:
+        """True if candidates are compiled, to see what fits; they may race, too."""
         if isinstance(self.mesh, DescribedMesh):
-            return DecidedBy.COMPILER if settings.compile else DecidedBy.PREDICTION
-        if settings.race and settings.measure is not False:
-            return DecidedBy.RACE
-        if self.memory is not None:
-            return DecidedBy.COMPILER
-        return DecidedBy.PREDICTION
+            return self.settings.compile
+        return self._may_run or self.memory is not None
+
+    @property
+    def _may_run(self) -> bool:
+        return self.settings.race and self.settings.measure is not False
 
     @property
     def usual_temp_share(self) -> float:
@@ -304,8 +296,7 @@ class PlanContext:
 
         1 where it takes no limit, or nothing is compiled.
         """
-        compiled = self.decided_by is not DecidedBy.PREDICTION
-        limited = compiled and self.rules.limits_memory and self.device_bytes
+        limited = self.compiles and self.rules.limits_memory and self.device_bytes
         return LIMITED_MEMORY if limited else 1.0
 
 

@@ -18,8 +18,6 @@ from math import inf
 # Mixed presets of several axes that are measured. decisions.md, "Mixed presets of
 # several axes: six by estimate".
 MIXED_PRESETS = 6
-# Presets that race where choices are made by estimates; each is a whole build. Guess.
-PRESETS_BY_ESTIMATE = 2
 # What a segment adds to its neighbour is at least this share of what it takes alone. On
 # 4 H200 the parts of the presets added 0.45 to 1.0 of it.
 LEAST_ADDED_SHARE = 0.4
@@ -144,8 +142,9 @@ class PlatformDefaults:
     """Settings that differ between platforms; a user's settings replace them.
 
     Attributes:
-        estimates: whether choices are made by estimates unless measuring is asked for;
-            times vary there, too, and no race goes on until it is clear what is faster.
+        estimates: whether choices are made by estimates, and nothing races, unless
+            measuring is asked for; a race does not go on until it is clear what is
+            faster.
         estimate_reach: presets that are estimated to take this many times as long as
             the best of them are not measured. decisions.md, "Presets far
             behind by estimate are not measured".

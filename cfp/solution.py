@@ -22,15 +22,11 @@ class Estimate:
     """Estimated cost of the best choice for a program.
 
     Attributes:
-        memory_bytes: on each device.
-        is_final: whether choices are made by estimates anyway.
-        profiles: what the profile pass would find again, where it estimates.
+        profiles: what the profile pass would find again, where estimates decide.
     """
 
     time_ms: float
-    memory_bytes: int
     fits: bool
-    is_final: bool
     profiles: Profiles | None = field(default=None, repr=False, compare=False)
 
 

@@ -221,7 +221,7 @@ class _Planning:
                     self.estimate(one)
             order = sorted(every, key=lambda one: one.rank)
             best = order[0].estimate
-            left = 1 if best and best.is_final else _PLANNED
+            left = 1 if best and best.profiles else _PLANNED
         races = left > 1  # The last race takes a share of the time, too.
         for one in order:
             if not left:
@@ -370,7 +370,7 @@ class _Planning:
         with self.options_of("", self.left()).context(_mesh(first)) as context:
             race = Race(context, first.analysis, Solution(()), built=built)
             results = race_programs(race.builder, [*programs.values()])
-        if any(one.is_skipped for one in results) or not any(r.ran for r in results):
+        if any(one.skipped for one in results) or not any(r.ran for r in results):
             return {}
         return dict(zip(found, results, strict=True))
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
-from cfp.context import DecidedBy, PlanContext
+from cfp.context import PlanContext
 from cfp.cost.costs import Costs, SegmentEstimate
 from cfp.devices.described import DescribedMesh
 from cfp.profiling.collectives import Rates, measure_rates
@@ -37,7 +37,10 @@ def profile(
     started = time.perf_counter()
     if context.rules.estimates:
         return _estimated(context, analysis, started)
-    end = _end_of_measuring(context) if races else context.end
+    end = context.end
+    if races and context.races:  # The race has the rest of the time.
+        now = time.monotonic()
+        end = now + MEASURED_SHARE * (end - now)
     rates = measured_rates(context)
     measurer = Measurer(
         analysis.frame.program,
@@ -60,14 +63,6 @@ def profile(
     if measurer.has_end and late:
         counts[UNMEASURED_STRATEGIES] = late
     return replace(found, counts=counts)
-
-
-def _end_of_measuring(context: PlanContext) -> float:
-    """The moment at which measuring ends; a race has the rest of the time."""
-    if context.decided_by is not DecidedBy.RACE:
-        return context.end
-    now = time.monotonic()
-    return now + MEASURED_SHARE * (context.end - now)
 
 
 def _measured(
@@ -158,12 +153,9 @@ def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
     problem = profiles.problem
     assert problem is not None, "estimates decide"
     best = solve(problem)
-    found = best or leanest(problem)
     return Estimate(
-        time_ms=found.cost_ms,
-        memory_bytes=found.memory_bytes,
+        time_ms=(best or leanest(problem)).cost_ms,
         fits=best is not None,
-        is_final=context.rules.estimates,
         profiles=profiles if context.rules.estimates else None,
     )
 

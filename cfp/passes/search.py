@@ -10,16 +10,14 @@ from statistics import median
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
-from cfp.context import DecidedBy, PlanContext
+from cfp.context import PlanContext
 from cfp.cost.costs import Costs
-from cfp.devices.described import DescribedMesh
 from cfp.errors import OptionError, known_names
 from cfp.passes.profile import profile
 from cfp.presets.presets import (
     ALIASES,
     DATA_PARALLEL,
     PRESETS,
-    PROPAGATED,
     REPLICATED,
     ZERO1,
     is_known,
@@ -28,12 +26,11 @@ from cfp.presets.presets import (
     presets,
 )
 from cfp.printable import mesh_text
-from cfp.profiling.collectives import known_rates
+from cfp.profiling.collectives import Rates, known_rates
 from cfp.race.admission import over_budget
 from cfp.race.compile import compiled_before
 from cfp.race.programs import (
     LESS_MEMORY,
-    SLOWER,
     TOO_LARGE,
     UNMEASURED,
     RaceOutcome,
@@ -44,13 +41,12 @@ from cfp.race.programs import (
     programs_of,
     rematerialized,
     with_kernels,
-    with_preferred_kernels,
 )
-from cfp.search.choices import estimate_kinds, picks_of, whole_choice
+from cfp.search.choices import estimate_kinds, whole_choice
 from cfp.search.guided import build_problem, estimate_options, expect
 from cfp.search.requests import Profiles, measured_options
 from cfp.search.solver import Problem, scale_memory, solve
-from cfp.settings import COMPILED_TO_PREDICTED, PRESETS_BY_ESTIMATE, Dimension
+from cfp.settings import COMPILED_TO_PREDICTED, Dimension
 from cfp.solution import RACE_SECONDS, Candidate, Solution, Stage, prediction_of
 
 
@@ -64,8 +60,8 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     """
     started = time.perf_counter()
     context.measure.tell("searching for the fastest plan")
-    decided_by, costs = context.decided_by, profiles.costs
-    compiled = decided_by is not DecidedBy.PREDICTION
+    costs = profiles.costs
+    compiled = context.compiles
     # With times in context, and with times alone; or with estimates.
     problems = [profiles.problem] if profiles.problem else []
     for alone in () if problems else (False, True):
@@ -73,10 +69,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         options = measured_options(costs, wanted, records, alone)
         problems.append(build_problem(costs, options, context.budget_bytes))
     problem, tight = problems[0], profiles.memory_bound
-    named = profiles.presets
-    if profiles.problem and decided_by is DecidedBy.RACE:
-        named = _fastest(analysis, named, problem)
-    named = plain = with_kernels(analysis, problem, named)
+    named = plain = with_kernels(analysis, problem, profiles.presets)
     if tight and compiled and not profiles.problem:
         # Programs that rematerialize may turn out smaller than predicted.
         scale = COMPILED_TO_PREDICTED
@@ -120,16 +113,13 @@ def _unraced(
 ) -> dict[str, str]:
     """Reasons against presets that do not race.
 
-    By estimates all presets are options. Where options are measured, those that are far
-    behind are not, nor those that cannot fit in a budget.
+    They are far behind by estimate, or cannot fit in a budget.
     """
     every, most = presets(analysis.frame), inf
     if context.memory is not None:
         most = context.memory.budget_bytes
 
     def why_not(name: str) -> str:
-        if name in profiles.presets:
-            return SLOWER
         needed = profiles.costs.least_peak_bytes(every[name])
         return TOO_LARGE if needed > most else UNMEASURED
 
@@ -259,7 +249,7 @@ def _smallest(
 ) -> Solution | None:
     """Returns the best by compiled sizes and the leanest that were not compiled yet."""
     assert solution.problem is not None, "something was searched"
-    done = [r.candidate for r in results if not r.is_skipped]
+    done = [r.candidate for r in results if not r.skipped]
     known = {one.choice for one in done}
     plans, _ = _fitting_as_compiled(context, analysis, solution, known)
     tried = {(one.choice, one.level) for one in done}
@@ -315,45 +305,27 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
         known = named_choices(analysis.frame)  # Propagation takes longer than the rest.
     if name not in known:
         raise _no_preset(name, known, analysis)
-    mesh, written, replacing = context.mesh, known[name], context.rules.replacing
-    if is_described := isinstance(mesh, DescribedMesh):
-        replacing = profile(context, analysis).replacing  # the search's, too
-    rates = mesh.rates if is_described else known_rates(mesh, context.store)
-    best = with_preferred_kernels(analysis, written, replacing, rates)
-    runs = context.decided_by is not DecidedBy.PREDICTION
-    candidates = [Candidate(name, best if runs or is_described else written)]
-    if best != written and runs:
-        candidates.append(Candidate(f"{name} (as written)", written))
-    if not isinstance(mesh, DescribedMesh):
-        return Solution(candidates, rates=rates)
+    written, rates, replacing = known[name], None, context.rules.replacing
+    if decided := context.rules.estimates:
+        found = profile(context, analysis)
+        rates, replacing = found.costs.rates, found.replacing
+    else:
+        rates = known_rates(context.devices, context.store)
+    likely = rates or Rates.default(analysis.frame.mesh)
     problem = estimate_options(
-        estimate_kinds(analysis, mesh.rates),
-        {name: best},
-        Costs(analysis, mesh.rates, measured=False),
+        estimate_kinds(analysis, likely, written.blocks),
+        {name: written},
+        Costs(analysis, likely, measured=False),
         per_kind=0,
         budget_bytes=None,
         replacing=replacing,
     ).problem
+    assert problem is not None, "estimates are a problem"
+    best = with_kernels(analysis, problem, {name: written})[name]
+    candidates = [Candidate(name, best if context.compiles or decided else written)]
+    if best != written and context.compiles:
+        candidates.append(Candidate(f"{name} (as written)", written))
+    if not decided:
+        return Solution(candidates, rates=rates)
     candidates = _predicted(analysis, problem, candidates)
     return Solution(candidates, rates=rates, problem=problem, stage=Stage.SMALLEST)
-
-
-def _fastest(
-    analysis: Analysis, named: Mapping[str, Choice], problem: Problem
-) -> dict[str, Choice]:
-    """Selects the presets of the race if estimates decide, beside propagated choices.
-
-    Presets that fit in a budget by prediction come first; among equally fast ones the
-    smaller.
-    """
-
-    def rank(name: str) -> tuple[bool, float, int]:
-        picks = picks_of(analysis, problem, named[name])
-        if picks is None:
-            return True, inf, 0
-        needs = problem.memory_bytes(picks) if problem.budget_bytes else 0
-        return not problem.fits(picks), problem.cost_ms(picks), needs
-
-    ranked = sorted((name for name in named if name not in PROPAGATED), key=rank)
-    kept = {*ranked[:PRESETS_BY_ESTIMATE], *PROPAGATED}
-    return {name: choice for name, choice in named.items() if name in kept}

@@ -1,22 +1,20 @@
-"""Measures the rates of a mesh's devices: collectives, products and memory traffic.
+"""Rates of a mesh's devices: collectives, products and memory traffic.
 
-A few seconds of small programs, one for each kind of collective, group of axes and
-size. Their records are stored like all others: a second time nothing runs.
+`Rates` has them as curves and numbers to look up. Sizes are always those of a whole
+group's tensor, whatever a single device holds of it before and after;
+`Rates.collective_ms` says what that means for each kind.
 
-A collective alone takes less than launching the program that it is in. So a program
-holds a chain: a loop whose every turn needs what the turn before received, so that
-nothing can be merged, moved out, or run side by side. The chain's time divided by its
-length is that of one collective as it is inside a large program.
+`measure_rates` takes a few seconds of small programs, one for each kind of collective,
+group of axes and size. Their records are stored like all others: a second time nothing
+runs. A collective alone takes less than launching the program that it is in. So a
+program holds a chain: a loop whose every turn needs what the turn before received, so
+that nothing can be merged, moved out, or run side by side. The chain's time divided by
+its length is that of one collective as it is inside a large program.
 
 All-reduce and all-to-all give what they take, and follow each other directly. What an
 all-gather or a reduce-scatter gives has another shape: one number of it is written into
 their input, in place, which costs the same at every size. A chain of such writes alone
 tells how much.
-
-Rates of devices, as curves and numbers to look up.
-
-Sizes are always those of a whole group's tensor, whatever a single device holds of
-it before and after; `Rates.collective_ms` says what that means for each kind.
 """
 
 from __future__ import annotations

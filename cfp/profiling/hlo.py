@@ -1,4 +1,4 @@
-"""Reads a compiled program's HLO text: its instructions, and the collectives of a run.
+"""Reads compiled programs' HLO text: collectives, and values that are read too late.
 
 The text is what `jax.stages.Compiled.as_text` gives. Its grammar has no written
 promise; read are the forms that XLA's compilers print:
@@ -8,10 +8,10 @@ promise; read are the forms that XLA's compilers print:
     %b = (f32[8]{0}, f32[32]{0}) all-gather-start(%y), replica_groups=[1,4]<=[4], ...
     %c = f32[8]{0} reduce-scatter(%z), replica_groups=mesh['x'=4,'y'=2] {'x'}, ...
 
-TPUs' repeats one that runs beside fusions in each, and scatters in an all-reduce.
+`collectives_in` lists what one run sends. TPUs' texts repeat a collective that runs
+beside fusions in each of these, and have scatters in an all-reduce.
 
-Compiles programs, and refuses those that read what they have overwritten.
-
+`compile_right` compiles a program, and refuses one that reads what it has overwritten.
 XLA's GPU compiler decides what is computed in place, and inserts the copies that this
 takes, before it rematerializes. What it then rematerializes reads its operands later
 than before, and nothing looks for copies once more. Seen with jaxlib 0.11.2: a matrix
@@ -21,11 +21,11 @@ rematerialized, of the residual stream as it was:
     %y = f32[8,4] custom-call(%a, %b, %x), output_to_operand_aliasing={{}: (2, {})}
     %z = f32[8,4] fusion(%x), ...                 # %x is %y by now
 
-Such a program computes something else than it says. It shows in its text: modules are
-printed in the order in which they run. A program in which something was rematerialized
-is used only if its text proves that this did not happen. A text that cannot be read
-counts as no proof: the program is compiled again without rematerialization, which needs
-more memory, and is right by the way it was made.
+Such a program computes something else than it says. Modules are printed in the order in
+which they run. A program in which something was rematerialized is used only if its text
+proves that this did not happen. A text that cannot be read counts as no proof: the
+program is compiled again without rematerialization, which needs more memory, and is
+right by the way it was made.
 """
 
 from __future__ import annotations
@@ -335,11 +335,7 @@ def elements(shape: str) -> list[str]:
     """The elements of a tuple's shape; the shape itself if it is an array's."""
     if not shape.startswith("("):
         return [shape]
-    return split_at_commas(shape[1 : _outside(shape, _CLOSING, 1)])
-
-
-def split_at_commas(text: str) -> list[str]:
-    """Splits a text at those of its commas that stand in no brackets."""
+    text = shape[1 : _outside(shape, _CLOSING, 1)]
     found, start = [], 0
     while (end := _outside(text, ",", start)) < len(text):
         found.append(text[start:end].strip())
@@ -421,29 +417,14 @@ def miscompile_reason(hlo_text: str) -> str | None:
     modules = [
         m for m in modules_in(hlo_text) if m.header or any(m.computations.values())
     ]
-    for module in modules:
-        if not module.header or not module.entry:
-            return "instructions that belong to no program"
-        if _SCHEDULED not in module.header:
-            return "its text does not say in which order it runs"
-        if module.unread:
-            return f"a line that cannot be read: {module.unread[0].strip()[:100]}"
-        absent = _called(module) - module.computations.keys()
-        if absent:
-            return f"it calls a computation that it does not contain: {min(absent)}"
     if not modules:
         return "there is no program in its text"
     try:
-        return read_after_overwritten(hlo_text)
+        reasons = chain(map(_unreadable, modules), map(_read_too_late, modules))
+        return next(filter(None, reasons), None)
     except (AssertionError, LookupError, RecursionError, ValueError) as error:
         # The text has a form that is not known here.
         return f"its text cannot be followed ({type(error).__name__}: {error})"
-
-
-def _called(module: Module) -> set[str]:
-    """Names of the computations that a module's instructions refer to."""
-    every = [one for found in module.computations.values() for one in found]
-    return {name for one in every for name in called_by(one) if name}
 
 
 def has_rematerialized(hlo_text: str) -> bool:
@@ -451,21 +432,27 @@ def has_rematerialized(hlo_text: str) -> bool:
     return ".remat" in hlo_text
 
 
-def read_after_overwritten(hlo_text: str) -> str | None:
-    """Describes the first value that is read too late, or returns None.
-
-    Programs without rematerialized ops have no such value.
-    """
-    if not has_rematerialized(hlo_text):
-        return None
-    for module in modules_in(hlo_text):
-        program = _Program(module)
-        for name in module.computations:
-            if name not in program.inlined:
-                found = program.computation(name).first_late()
-                if found is not None:
-                    return found
+def _unreadable(module: Module) -> str | None:
+    """Returns the reason why a module's text proves nothing, or None."""
+    if not module.header or not module.entry:
+        return "instructions that belong to no program"
+    if _SCHEDULED not in module.header:
+        return "its text does not say in which order it runs"
+    if module.unread:
+        return f"a line that cannot be read: {module.unread[0].strip()[:100]}"
+    every = chain(*module.computations.values())
+    called = {name for one in every for name in called_by(one) if name}
+    if absent := called - module.computations.keys():
+        return f"it calls a computation that it does not contain: {min(absent)}"
     return None
+
+
+def _read_too_late(module: Module) -> str | None:
+    """Describes the first value that is read after it was overwritten, or None."""
+    program = _Program(module)
+    here = (name for name in module.computations if name not in program.inlined)
+    found = (program.computation(name).first_late() for name in here)
+    return next(filter(None, found), None)
 
 
 class _Program:

@@ -1,4 +1,4 @@
-"""Builds and runs jobs: the store answers known ones, the others are measured.
+"""Measures jobs: the store answers known ones, the others are built and run.
 
 Building, running and storing are separate. Threads build jobs in batches. Jobs run one
 at a time in the given order, as a compile beside a run slows it (docs/decisions.md,
@@ -7,8 +7,6 @@ at a time in the given order, as a compile beside a run slows it (docs/decisions
 Each build and run is noted in the store first, so that a process that dies leaves a
 record (`cfp.profiling.tasks`). Processes that measure the same for one store take
 turns, for a minute at most, and take over what the others have measured.
-
-Measures jobs, or looks them up in the store.
 
 Before many programs are built side by side, the compiler tunes their kernels. A
 compiler for GPUs times several kernels for each matrix product, and stores the outcome.
@@ -65,8 +63,138 @@ _LOOK_AGAIN_SECONDS = 0.2
 _PATIENCE_SECONDS = 60.0  # With another process, which may hang.
 _TELL_SECONDS = 5.0  # While a build is awaited.
 
+
 AnyTask = TypeVar("AnyTask", bound=Task)
 Outcome = Built | ProfileRecord
+
+
+@dataclass(slots=True)
+class Measurer:
+    """Looks jobs up, and measures those that the store does not know.
+
+    Attributes:
+        measure: True if devices may be used.
+        end: time (`time.monotonic`) after which no job begins.
+        known: keys of records from the store, without failures to try again.
+    """
+
+    program: Program
+    mesh: Mesh
+    store: ProfileStore
+    measure: bool
+    options: MeasureOptions
+    end: float = math.inf
+    known: set[str] = field(default_factory=set)
+    _measured: set[str] = field(default_factory=set)
+    _tuned: set[Hashable] = field(default_factory=set)
+
+    @property
+    def has_end(self) -> bool:
+        """True if time may be over before all is measured."""
+        return math.isfinite(self.end)
+
+    @property
+    def is_over(self) -> bool:
+        """True if time is over."""
+        return time.monotonic() > self.end
+
+    def look_up(self, jobs: Iterable[Job]) -> dict[str, ProfileRecord]:
+        """Records of the store, by key, but for failures that are tried again."""
+        known = self.store.get_many({job.key.digest for job in jobs})
+        retries = self.options.retries if self.measure else lambda _: False
+        found = {d: one for d, one in known.items() if not retries(one)}
+        self.known |= found.keys() - self._measured
+        return found
+
+    def __call__(
+        self, jobs: Sequence[Job], ignore_end: bool = False
+    ) -> Mapping[str, ProfileRecord]:
+        """Returns records by key; unknown jobs that may not be measured are absent."""
+        # By how processes died before, something may be in the store by now.
+        settle(self.store)
+        known = self.look_up(jobs)
+        if not self.measure:
+            return known
+        new = [job for job in jobs if job.key.digest not in known]
+        self._measured |= {job.key.digest for job in new}
+
+        def is_late() -> bool:
+            return not ignore_end and self.is_over
+
+        first = first_of_kernels(new, self._tuned)
+        self._tuned |= {job.kernels for job in first}
+        where, store, options = (self.program, self.mesh), self.store, self.options
+        built = tune_kernels(*where, first, store, options, is_late)
+        place = place_of_parts(*where, BuildEnvironment.beside(store.path), built=built)
+        name = self.program.name
+        return run_jobs(place, jobs, store, options, program=name, is_late=is_late)
+
+
+def tune_kernels(
+    program: Program,
+    mesh: Mesh,
+    jobs: Sequence[Job],
+    store: ProfileStore,
+    options: MeasureOptions | None = None,
+    is_late: Callable[[], bool] = lambda: False,
+) -> dict[str, Built]:
+    """Builds jobs, one on each device, so that the compiler tunes their kernels.
+
+    No job runs, and none is stored. Nothing is built if the compiler tunes no kernels.
+
+    Returns:
+      Programs built for the mesh itself, by key, for later use.
+    """
+    options = options or MeasureOptions()
+    environment = BuildEnvironment.beside(store.path)
+    platform = mesh.devices.flat[0].platform
+    if not jobs or not environment.options(platform):
+        return {}
+    threads = min(mesh.devices.size, default_threads(platform))
+    threads = 1 if is_shared(mesh) else threads
+    orders, built = SimpleQueue[Mesh](), dict[str, Built]()
+    for count in range(threads):  # Each has another device first.
+        devices = np.roll(mesh.devices.flatten(), -count).reshape(mesh.devices.shape)
+        orders.put(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))
+
+    def learn(job: Job) -> None:
+        order = orders.get()
+        try:
+            # What cannot be built is found out, and recorded, where it is needed.
+            outcome = build(program, order, job, environment)
+        finally:
+            orders.put(order)
+        if order == mesh and isinstance(outcome, Built):
+            built[job.key.digest] = outcome
+
+    def tell(job: Job, number: int, left: int, seconds: float) -> None:
+        if not seconds:
+            which = f"{job.label}, {number} of {len(jobs)}"
+            options.tell(f"tuning kernels for {which}")
+
+    with InFlight(store, options.limits, program.name) as in_flight:
+        build_all(jobs, learn, in_flight, threads=threads, tell=tell, is_late=is_late)
+    return built
+
+
+def first_of_kernels(
+    jobs: Iterable[Job], tuned: Collection[Hashable] = ()
+) -> list[Job]:
+    """Returns the first of the jobs that share kernels, in the order to tune them in.
+
+    The largest come first, so that devices end together, and of equal ones those that
+    share most with others: attention as it is written adds to the kernels that the same
+    has with a kernel for it. Those of `tuned` the compiler has tried out.
+    """
+    found: dict[Hashable, Job] = {}
+    for job in jobs:
+        if job.kernels is not None and job.kernels not in tuned:
+            found.setdefault(job.kernels, job)
+
+    def rank(job: Job) -> tuple[int, bool]:
+        return -len(job.part.ops), not job.constraints.replaced
+
+    return sorted(found.values(), key=rank)
 
 
 def run_jobs(
@@ -269,137 +397,3 @@ class _Run:
                 awaited_seconds=awaited_seconds,
             )
         )
-
-
-def tune_kernels(
-    program: Program,
-    mesh: Mesh,
-    jobs: Sequence[Job],
-    store: ProfileStore,
-    options: MeasureOptions | None = None,
-    is_late: Callable[[], bool] = lambda: False,
-) -> dict[str, Built]:
-    """Builds jobs, one on each device, so that the compiler tunes their kernels.
-
-    No job runs, and none is stored. Nothing is built if the compiler tunes no kernels.
-
-    Returns:
-      Programs built for the mesh itself, by key, for later use.
-    """
-    options = options or MeasureOptions()
-    environment = BuildEnvironment.beside(store.path)
-    platform = mesh.devices.flat[0].platform
-    if not jobs or not environment.options(platform):
-        return {}
-    threads = min(mesh.devices.size, default_threads(platform))
-    threads = 1 if is_shared(mesh) else threads
-    orders, built = SimpleQueue[Mesh](), dict[str, Built]()
-    for count in range(threads):
-        orders.put(_rolled(mesh, count))
-
-    def learn(job: Job) -> None:
-        order = orders.get()
-        try:
-            # What cannot be built is found out, and recorded, where it is needed.
-            outcome = build(program, order, job, environment)
-        finally:
-            orders.put(order)
-        if order == mesh and isinstance(outcome, Built):
-            built[job.key.digest] = outcome
-
-    def tell(job: Job, number: int, left: int, seconds: float) -> None:
-        if not seconds:
-            which = f"{job.label}, {number} of {len(jobs)}"
-            options.tell(f"tuning kernels for {which}")
-
-    with InFlight(store, options.limits, program.name) as in_flight:
-        build_all(jobs, learn, in_flight, threads=threads, tell=tell, is_late=is_late)
-    return built
-
-
-def first_of_kernels(
-    jobs: Iterable[Job], tuned: Collection[Hashable] = ()
-) -> list[Job]:
-    """Returns the first of the jobs that share kernels, in the order to tune them in.
-
-    The largest come first, so that devices end together, and of equal ones those that
-    share most with others: attention as it is written adds to the kernels that the same
-    has with a kernel for it. Those of `tuned` the compiler has tried out.
-    """
-    found: dict[Hashable, Job] = {}
-    for job in jobs:
-        if job.kernels is not None and job.kernels not in tuned:
-            found.setdefault(job.kernels, job)
-
-    def rank(job: Job) -> tuple[int, bool]:
-        return -len(job.part.ops), not job.constraints.replaced
-
-    return sorted(found.values(), key=rank)
-
-
-def _rolled(mesh: Mesh, count: int) -> Mesh:
-    """Returns the mesh with another device first."""
-    devices = np.roll(mesh.devices.flatten(), -count).reshape(mesh.devices.shape)
-    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-
-
-@dataclass(slots=True)
-class Measurer:
-    """Looks jobs up, and measures those that the store does not know.
-
-    Attributes:
-        measure: True if devices may be used.
-        end: time (`time.monotonic`) after which no job begins.
-        known: keys of records from the store, without failures to try again.
-    """
-
-    program: Program
-    mesh: Mesh
-    store: ProfileStore
-    measure: bool
-    options: MeasureOptions
-    end: float = math.inf
-    known: set[str] = field(default_factory=set)
-    _measured: set[str] = field(default_factory=set)
-    _tuned: set[Hashable] = field(default_factory=set)
-
-    @property
-    def has_end(self) -> bool:
-        """True if time may be over before all is measured."""
-        return math.isfinite(self.end)
-
-    @property
-    def is_over(self) -> bool:
-        """True if time is over."""
-        return time.monotonic() > self.end
-
-    def look_up(self, jobs: Iterable[Job]) -> dict[str, ProfileRecord]:
-        """Records of the store, by key, but for failures that are tried again."""
-        known = self.store.get_many({job.key.digest for job in jobs})
-        retries = self.options.retries if self.measure else lambda _: False
-        found = {d: one for d, one in known.items() if not retries(one)}
-        self.known |= found.keys() - self._measured
-        return found
-
-    def __call__(
-        self, jobs: Sequence[Job], ignore_end: bool = False
-    ) -> Mapping[str, ProfileRecord]:
-        """Returns records by key; unknown jobs that may not be measured are absent."""
-        # By how processes died before, something may be in the store by now.
-        settle(self.store)
-        known = self.look_up(jobs)
-        if not self.measure:
-            return known
-        new = [job for job in jobs if job.key.digest not in known]
-        self._measured |= {job.key.digest for job in new}
-
-        def is_late() -> bool:
-            return not ignore_end and self.is_over
-
-        first = first_of_kernels(new, self._tuned)
-        self._tuned |= {job.kernels for job in first}
-        where, store, options = (self.program, self.mesh), self.store, self.options
-        built = tune_kernels(*where, first, store, options, is_late)
-        place = place_of_parts(*where, BuildEnvironment.beside(store.path), built=built)
-        name = self.program.name
-        return run_jobs(place, jobs, store, options, program=name, is_late=is_late)

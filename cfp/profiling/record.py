@@ -1,24 +1,18 @@
-"""Outcome of one measurement: the unit that the store keeps.
+"""Records of measurements, and the keys that they are stored under.
 
-A failure is a record like any other, so that a search never repeats a compile
-that is known to run out of memory.
+`ProfileRecord` is the outcome of one measurement. A failure is a record like any other,
+so that a search never repeats a compile that is known to run out of memory.
 
-Links of GPUs, their power limits and their driver.
+`ProfileKey` lists what a measurement depends on, as named parts. Their digest is the
+key in the store; the names are kept beside it, so that records of another machine can
+be told: "jax_version: 0.10.2 there, 0.11.2 here". Links, power limits and the driver of
+GPUs are parts, too, by ``nvidia-smi``: two GPUs over NVLink and two over PCIe are of
+one kind, and no time of a collective is the same.
 
-Two GPUs over NVLink and two over PCIe are of one kind, and no time of a collective is
-the same. NVIDIA's driver says what links each pair, through ``nvidia-smi``.
-
-Compiler options that a file may contain, by name and value.
-
-A plan or an exported record from elsewhere may hold any option of XLA. Some options
-write files (``xla_dump_to``), load them, or change results
-(``xla_gpu_enable_fast_min_max``). A file may only name options that are known to change
-the schedule or the memory of a program, with a value of the option's type.
-
-Keys of measurements: their dependencies, as a list of named parts.
-
-The digest of the parts is the key in the store. The names are kept beside it, so that
-records of another machine can be told: "jax_version: 0.10.2 there, 0.11.2 here".
+A record from elsewhere, or a plan, may hold any option of XLA. Some options write files
+(``xla_dump_to``), load them, or change results (``xla_gpu_enable_fast_min_max``). So a
+file may only name options that are known to change the schedule or the memory of a
+program, with a value of the option's type (`refused_option`).
 """
 
 from __future__ import annotations
@@ -50,160 +44,145 @@ from cfp.fields import Count, Time, first_error
 from cfp.profiling.coordination import coordination
 from cfp.program.jaxprs import compiler_settings
 
-UNKNOWN = "unknown"
-
-_SECONDS = 30
-_BUS = re.compile(r"([0-9a-fA-F]+):([0-9a-fA-F]+):([0-9a-fA-F]+)\.([0-9a-fA-F]+)")
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-_QUERY = "index,power.limit,driver_version,pci.bus_id"
-_BUS_LETTERS = 32  # More than such an address has.
+Status = Literal["ok", "out_of_memory", "compile_error", "timeout", "crashed"]
+STATUSES: tuple[str, ...] = get_args(Status)
 
 
-@lru_cache(maxsize=16)
-def ask_driver(*words: str) -> str:
-    """Runs ``nvidia-smi``; "" if the program is missing or fails."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", *words],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """Collectives of one kind, size and group that a compiled program contains.
+
+    Attributes:
+      kind: as in HLO: "all-reduce", "all-gather", "reduce-scatter", ...
+      bytes: size on one device of the operand or the result, whichever is larger.
+      group_size: how many devices are in a group.
+      count: how often it is executed in one run.
+    """
+
+    kind: str
+    bytes: Count
+    group_size: Count
+    count: Count
+
+
+def utc_now() -> str:
+    """This moment as an ISO 8601 string in UTC; as text such strings sort by time."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+def _in_utc(text: str) -> str:
+    if datetime.fromisoformat(text).utcoffset() != timedelta(0):
+        raise ValueError("ISO 8601 in UTC")
+    return text
+
+
+Moment = Annotated[str, AfterValidator(_in_utc)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledBytes:
+    """Memory that a program needs on one device: compiled, or by prediction.
+
+    Attributes:
+      alias_bytes: of results that live in a donated argument's memory.
+      temp_bytes: the largest need for temporaries.
+      code_bytes: of the generated code.
+    """
+
+    argument_bytes: Count = 0
+    output_bytes: Count = 0
+    alias_bytes: Count = 0
+    temp_bytes: Count = 0
+    code_bytes: Count = 0
+
+    @property
+    def size(self) -> CompiledBytes:
+        """The memory alone, of a class that adds to it."""
+        names = (one.name for one in dataclasses.fields(CompiledBytes))
+        return CompiledBytes(**{name: getattr(self, name) for name in names})
+
+    @property
+    def peak_bytes(self) -> int:
+        """Everything together: arguments, results, temporaries, code."""
+        return (
+            self.argument_bytes
+            + self.output_bytes
+            - self.alias_bytes
+            + self.temp_bytes
+            + self.code_bytes
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return _ESCAPES.sub("", done.stdout) if done.returncode == 0 else ""
 
 
-def bus_of(ordinal: int) -> str:
-    """Returns the PCI address of a GPU by CUDA's number; "" if unknown.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRecord(CompiledBytes):
+    """One thing that was built and run, or the reason why it could not be.
 
-    CUDA counts the fastest first, and only those in ``CUDA_VISIBLE_DEVICES``; the
-    driver counts by address. So hosts with several kinds have two numberings.
+    Attributes:
+      key: digest of `parts`, see `cfp.profiling.record.ProfileKey`.
+      parts: the named parts of the key, in order.
+      status: "ok" means built, run and timed.
+      reason: for a failure, what the compiler or the runtime said.
+      samples_ms: milliseconds per execution, every sample in the order taken. None is
+        altered later; docs/planning-rules.md lists all places that correct them.
+      drift: how many times as long steps took at the end of the race that the samples
+        are of; see `cfp.race.turns`.
+      build_seconds: tracing, lowering and compiling.
+      run_seconds: all of running, warm-up included.
+      collectives: what the compiled program sends.
+      choice: of a whole program what was chosen for it; see `cfp.race.compile`.
+      created: ISO 8601, UTC.
+
+    Raises:
+      ValueError: it is "ok", and has no samples.
     """
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return ""
-    device = ctypes.c_int()
-    if library.cuDeviceGet(ctypes.byref(device), ctypes.c_int(ordinal)) != 0:
-        return ""  # Nothing has started CUDA in this process, or there is none such.
-    text = ctypes.create_string_buffer(_BUS_LETTERS)
-    failed = library.cuDeviceGetPCIBusId(text, ctypes.c_int(_BUS_LETTERS), device)
-    return "" if failed else text.value.decode(errors="replace")
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
+
+    key: str
+    parts: tuple[tuple[str, str], ...]
+    status: Status
+    reason: str = ""
+    samples_ms: tuple[Time, ...] = ()
+    drift: Time = 1.0
+    build_seconds: Time = 0.0
+    run_seconds: Time = 0.0
+    collectives: tuple[Collective, ...] = ()
+    choice: str = ""
+    created: Moment = field(default_factory=utc_now)
+
+    def __post_init__(self):
+        if self.ok and not self.samples_ms:
+            raise ValueError("samples_ms: expected at least one where status is 'ok'")
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    @property
+    def time_ms(self) -> float:
+        """The median sample, times `drift`; infinite for a failure: none is picked."""
+        return self.drift * statistics.median(self.samples_ms) if self.ok else math.inf
+
+    def to_json(self) -> str:
+        """The record on one line; equal records give equal strings."""
+        found = dataclasses.asdict(self)
+        return json.dumps(found, allow_nan=False, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ProfileRecord:
+        """Reads what `to_json` wrote; all else is a ValueError."""
+        try:
+            return _reader().validate_json(text)
+        except ValidationError as error:
+            where, expected, got = first_error(error)
+            raise ValueError(
+                f"{where or 'record'}: expected {expected}, got {got}"
+            ) from error
 
 
-def gpu_parts(ordinals: Sequence[int | None]) -> dict[str, str]:
-    """Returns the parts of a key that describe links between GPUs of this host.
-
-    Args:
-        ordinals: CUDA's numbers of the mesh's devices in this process, in the mesh's
-            order.
-
-    Returns:
-        ``links`` of each pair, in the order of the mesh; ``power_limit`` and ``driver``
-        of
-        the devices. Values that the driver does not give are "unknown".
-    """
-    known = _gpus()
-    unknown = (-1, UNKNOWN, UNKNOWN)
-    buses = ["" if ordinal is None else bus_of(ordinal) for ordinal in ordinals]
-    gpus = [known.get(_address(bus), unknown) for bus in buses]
-    return {
-        "links": _links([number for number, *_ in gpus]),
-        "power_limit": ", ".join(dict.fromkeys(power for _, power, _ in gpus)),
-        "driver": ", ".join(dict.fromkeys(driver for *_, driver in gpus)),
-    }
-
-
-def _address(bus: str) -> tuple[int, ...] | None:
-    """An address such as ``00000000:18:00.0``, whatever zeros it is written with."""
-    match = _BUS.fullmatch(bus.strip())
-    return None if match is None else tuple(int(part, 16) for part in match.groups())
-
-
-def _gpus() -> dict[tuple[int, ...] | None, tuple[int, str, str]]:
-    """Number, power limit and driver of all GPUs of the host, by address."""
-    found = {}
-    answer = ask_driver(f"--query-gpu={_QUERY}", "--format=csv,noheader")
-    for line in answer.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) == 4 and (address := _address(cells[3])):
-            found[address] = (int(cells[0]), cells[1], cells[2])
-    return found
-
-
-def _links(numbers: Sequence[int]) -> str:
-    """Lists the links of pairs: ``NV18``, ``PIX``, ``SYS``; once if all are alike."""
-    if len(numbers) < 2:
-        return ""
-    lines = [line.split("\t") for line in ask_driver("topo", "-m").splitlines()]
-    heads = next((line for line in lines if "GPU0" in map(str.strip, line)), [])
-    columns = {name.strip(): i for i, name in enumerate(heads)}
-    rows = {line[0].strip(): line for line in lines if len(line) > 1 and line != heads}
-
-    def link(a: int, b: int) -> str:
-        row, column = rows.get(f"GPU{a}", []), columns.get(f"GPU{b}", -1)
-        return row[column].strip() if 0 < column < len(row) else UNKNOWN
-
-    pairs = [link(a, b) for i, a in enumerate(numbers) for b in numbers[i + 1 :]]
-    return pairs[0] if len(set(pairs)) == 1 else ",".join(pairs)
-
-
-_SWITCH = re.compile("[Tt]rue|[Ff]alse")
-_BYTES = re.compile("[0-9]{1,13}")
-_PERCENT = re.compile("[1-9][0-9]?|100")
-_LEVEL = re.compile("[0-3]")
-
-# The percentage of what arguments leave of a device's memory that others may take.
-MEMORY_SHARE = "xla_gpu_memory_limit_slop_factor"
-
-# Trying kernels out takes a device and most of a compile. Untried, Triton's kernels for
-# products are slow ones.
-UNTUNED: Mapping[str, str] = MappingProxyType(
-    {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
-)
-
-# Which values each known option may have.
-_KNOWN = {
-    "xla_gpu_enable_latency_hiding_scheduler": _SWITCH,
-    "xla_gpu_all_gather_combine_threshold_bytes": _BYTES,
-    "xla_gpu_all_reduce_combine_threshold_bytes": _BYTES,
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": _BYTES,
-    "xla_gpu_collective_permute_combine_threshold_bytes": _BYTES,
-    "xla_gpu_enable_pipelined_all_gather": _SWITCH,
-    "xla_gpu_enable_pipelined_all_reduce": _SWITCH,
-    "xla_gpu_enable_pipelined_reduce_scatter": _SWITCH,
-    "xla_gpu_enable_triton_gemm": _SWITCH,
-    "xla_gpu_enable_while_loop_double_buffering": _SWITCH,
-    MEMORY_SHARE: _PERCENT,
-    "xla_backend_optimization_level": _LEVEL,
-    # Without it programs need more memory, and compute the same.
-    "xla_disable_hlo_passes": re.compile("rematerialization"),
-}
-
-
-def refused_option(options: Any, allowed: Collection[str] = ()) -> str | None:
-    """Returns the reason why options of a file are refused; None if they may be used.
-
-    Args:
-        allowed: names of further options that the caller trusts, whatever their value.
-    """
-    if not isinstance(options, Mapping):
-        return f"compiler options that are a {type(options).__name__}, not an object"
-    for name, value in options.items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            return f"the compiler option {name!r:.80} = {value!r:.80}, which is no text"
-        if name in allowed:
-            continue
-        known = _KNOWN.get(name)
-        if known is None:
-            return (
-                f"the compiler option {name!r:.80}, which is not known to be harmless"
-            )
-        if not known.fullmatch(value):
-            return f"{value!r:.80} for the compiler option {name}"
-    return None
+@cache
+def _reader() -> TypeAdapter[ProfileRecord]:
+    return TypeAdapter(ProfileRecord)
 
 
 Parts = tuple[tuple[str, str], ...]
@@ -413,142 +392,157 @@ def _processor() -> str:
     return model[1].strip() if model else platform.processor() or platform.machine()
 
 
-Status = Literal["ok", "out_of_memory", "compile_error", "timeout", "crashed"]
-STATUSES: tuple[str, ...] = get_args(Status)
+UNKNOWN = "unknown"
+
+_SECONDS = 30
+_BUS = re.compile(r"([0-9a-fA-F]+):([0-9a-fA-F]+):([0-9a-fA-F]+)\.([0-9a-fA-F]+)")
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_QUERY = "index,power.limit,driver_version,pci.bus_id"
+_BUS_LETTERS = 32  # More than such an address has.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
-    """Collectives of one kind, size and group that a compiled program contains.
-
-    Attributes:
-      kind: as in HLO: "all-reduce", "all-gather", "reduce-scatter", ...
-      bytes: size on one device of the operand or the result, whichever is larger.
-      group_size: how many devices are in a group.
-      count: how often it is executed in one run.
-    """
-
-    kind: str
-    bytes: Count
-    group_size: Count
-    count: Count
-
-
-def utc_now() -> str:
-    """This moment as an ISO 8601 string in UTC; as text such strings sort by time."""
-    return datetime.now(UTC).isoformat(timespec="microseconds")
-
-
-def _in_utc(text: str) -> str:
-    if datetime.fromisoformat(text).utcoffset() != timedelta(0):
-        raise ValueError("ISO 8601 in UTC")
-    return text
-
-
-Moment = Annotated[str, AfterValidator(_in_utc)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledBytes:
-    """Memory that a program needs on one device: compiled, or by prediction.
-
-    Attributes:
-      alias_bytes: of results that live in a donated argument's memory.
-      temp_bytes: the largest need for temporaries.
-      code_bytes: of the generated code.
-    """
-
-    argument_bytes: Count = 0
-    output_bytes: Count = 0
-    alias_bytes: Count = 0
-    temp_bytes: Count = 0
-    code_bytes: Count = 0
-
-    @property
-    def size(self) -> CompiledBytes:
-        """The memory alone, of a class that adds to it."""
-        names = (one.name for one in dataclasses.fields(CompiledBytes))
-        return CompiledBytes(**{name: getattr(self, name) for name in names})
-
-    @property
-    def peak_bytes(self) -> int:
-        """Everything together: arguments, results, temporaries, code."""
-        return (
-            self.argument_bytes
-            + self.output_bytes
-            - self.alias_bytes
-            + self.temp_bytes
-            + self.code_bytes
+@lru_cache(maxsize=16)
+def ask_driver(*words: str) -> str:
+    """Runs ``nvidia-smi``; "" if the program is missing or fails."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *words],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
         )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return _ESCAPES.sub("", done.stdout) if done.returncode == 0 else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileRecord(CompiledBytes):
-    """One thing that was built and run, or the reason why it could not be.
+def bus_of(ordinal: int) -> str:
+    """Returns the PCI address of a GPU by CUDA's number; "" if unknown.
 
-    Attributes:
-      key: digest of `parts`, see `cfp.profiling.record.ProfileKey`.
-      parts: the named parts of the key, in order.
-      status: "ok" means built, run and timed.
-      reason: for a failure, what the compiler or the runtime said.
-      samples_ms: milliseconds per execution, every sample in the order taken. None is
-        altered later; docs/planning-rules.md lists all places that correct them.
-      drift: how many times as long steps took at the end of the race that the samples
-        are of; see `cfp.race.turns`.
-      build_seconds: tracing, lowering and compiling.
-      run_seconds: all of running, warm-up included.
-      collectives: what the compiled program sends.
-      choice: of a whole program what was chosen for it; see `cfp.race.compile`.
-      created: ISO 8601, UTC.
-
-    Raises:
-      ValueError: it is "ok", and has no samples.
+    CUDA counts the fastest first, and only those in ``CUDA_VISIBLE_DEVICES``; the
+    driver counts by address. So hosts with several kinds have two numberings.
     """
-
-    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
-
-    key: str
-    parts: tuple[tuple[str, str], ...]
-    status: Status
-    reason: str = ""
-    samples_ms: tuple[Time, ...] = ()
-    drift: Time = 1.0
-    build_seconds: Time = 0.0
-    run_seconds: Time = 0.0
-    collectives: tuple[Collective, ...] = ()
-    choice: str = ""
-    created: Moment = field(default_factory=utc_now)
-
-    def __post_init__(self):
-        if self.ok and not self.samples_ms:
-            raise ValueError("samples_ms: expected at least one where status is 'ok'")
-
-    @property
-    def ok(self) -> bool:
-        return self.status == "ok"
-
-    @property
-    def time_ms(self) -> float:
-        """The median sample, times `drift`; infinite for a failure: none is picked."""
-        return self.drift * statistics.median(self.samples_ms) if self.ok else math.inf
-
-    def to_json(self) -> str:
-        """The record on one line; equal records give equal strings."""
-        found = dataclasses.asdict(self)
-        return json.dumps(found, allow_nan=False, sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> ProfileRecord:
-        """Reads what `to_json` wrote; all else is a ValueError."""
-        try:
-            return _reader().validate_json(text)
-        except ValidationError as error:
-            where, expected, got = first_error(error)
-            raise ValueError(
-                f"{where or 'record'}: expected {expected}, got {got}"
-            ) from error
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ""
+    device = ctypes.c_int()
+    if library.cuDeviceGet(ctypes.byref(device), ctypes.c_int(ordinal)) != 0:
+        return ""  # Nothing has started CUDA in this process, or there is none such.
+    text = ctypes.create_string_buffer(_BUS_LETTERS)
+    failed = library.cuDeviceGetPCIBusId(text, ctypes.c_int(_BUS_LETTERS), device)
+    return "" if failed else text.value.decode(errors="replace")
 
 
-@cache
-def _reader() -> TypeAdapter[ProfileRecord]:
-    return TypeAdapter(ProfileRecord)
+def gpu_parts(ordinals: Sequence[int | None]) -> dict[str, str]:
+    """Returns the parts of a key that describe links between GPUs of this host.
+
+    Args:
+        ordinals: CUDA's numbers of the mesh's devices in this process, in the mesh's
+            order.
+
+    Returns:
+        ``links`` of each pair, in the order of the mesh; ``power_limit`` and ``driver``
+        of
+        the devices. Values that the driver does not give are "unknown".
+    """
+    known = _gpus()
+    unknown = (-1, UNKNOWN, UNKNOWN)
+    buses = ["" if ordinal is None else bus_of(ordinal) for ordinal in ordinals]
+    gpus = [known.get(_address(bus), unknown) for bus in buses]
+    return {
+        "links": _links([number for number, *_ in gpus]),
+        "power_limit": ", ".join(dict.fromkeys(power for _, power, _ in gpus)),
+        "driver": ", ".join(dict.fromkeys(driver for *_, driver in gpus)),
+    }
+
+
+def _address(bus: str) -> tuple[int, ...] | None:
+    """An address such as ``00000000:18:00.0``, whatever zeros it is written with."""
+    match = _BUS.fullmatch(bus.strip())
+    return None if match is None else tuple(int(part, 16) for part in match.groups())
+
+
+def _gpus() -> dict[tuple[int, ...] | None, tuple[int, str, str]]:
+    """Number, power limit and driver of all GPUs of the host, by address."""
+    found = {}
+    answer = ask_driver(f"--query-gpu={_QUERY}", "--format=csv,noheader")
+    for line in answer.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == 4 and (address := _address(cells[3])):
+            found[address] = (int(cells[0]), cells[1], cells[2])
+    return found
+
+
+def _links(numbers: Sequence[int]) -> str:
+    """Lists the links of pairs: ``NV18``, ``PIX``, ``SYS``; once if all are alike."""
+    if len(numbers) < 2:
+        return ""
+    lines = [line.split("\t") for line in ask_driver("topo", "-m").splitlines()]
+    heads = next((line for line in lines if "GPU0" in map(str.strip, line)), [])
+    columns = {name.strip(): i for i, name in enumerate(heads)}
+    rows = {line[0].strip(): line for line in lines if len(line) > 1 and line != heads}
+
+    def link(a: int, b: int) -> str:
+        row, column = rows.get(f"GPU{a}", []), columns.get(f"GPU{b}", -1)
+        return row[column].strip() if 0 < column < len(row) else UNKNOWN
+
+    pairs = [link(a, b) for i, a in enumerate(numbers) for b in numbers[i + 1 :]]
+    return pairs[0] if len(set(pairs)) == 1 else ",".join(pairs)
+
+
+_SWITCH = re.compile("[Tt]rue|[Ff]alse")
+_BYTES = re.compile("[0-9]{1,13}")
+_PERCENT = re.compile("[1-9][0-9]?|100")
+_LEVEL = re.compile("[0-3]")
+
+# The percentage of what arguments leave of a device's memory that others may take.
+MEMORY_SHARE = "xla_gpu_memory_limit_slop_factor"
+
+# Trying kernels out takes a device and most of a compile. Untried, Triton's kernels for
+# products are slow ones.
+UNTUNED: Mapping[str, str] = MappingProxyType(
+    {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
+)
+
+# Which values each known option may have.
+_KNOWN = {
+    "xla_gpu_enable_latency_hiding_scheduler": _SWITCH,
+    "xla_gpu_all_gather_combine_threshold_bytes": _BYTES,
+    "xla_gpu_all_reduce_combine_threshold_bytes": _BYTES,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": _BYTES,
+    "xla_gpu_collective_permute_combine_threshold_bytes": _BYTES,
+    "xla_gpu_enable_pipelined_all_gather": _SWITCH,
+    "xla_gpu_enable_pipelined_all_reduce": _SWITCH,
+    "xla_gpu_enable_pipelined_reduce_scatter": _SWITCH,
+    "xla_gpu_enable_triton_gemm": _SWITCH,
+    "xla_gpu_enable_while_loop_double_buffering": _SWITCH,
+    MEMORY_SHARE: _PERCENT,
+    "xla_backend_optimization_level": _LEVEL,
+    # Without it programs need more memory, and compute the same.
+    "xla_disable_hlo_passes": re.compile("rematerialization"),
+}
+
+
+def refused_option(options: Any, allowed: Collection[str] = ()) -> str | None:
+    """Returns the reason why options of a file are refused; None if they may be used.
+
+    Args:
+        allowed: names of further options that the caller trusts, whatever their value.
+    """
+    if not isinstance(options, Mapping):
+        return f"compiler options that are a {type(options).__name__}, not an object"
+    for name, value in options.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            return f"the compiler option {name!r:.80} = {value!r:.80}, which is no text"
+        if name in allowed:
+            continue
+        known = _KNOWN.get(name)
+        if known is None:
+            return (
+                f"the compiler option {name!r:.80}, which is not known to be harmless"
+            )
+        if not known.fullmatch(value):
+            return f"{value!r:.80} for the compiler option {name}"
+    return None

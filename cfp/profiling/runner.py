@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -147,7 +147,7 @@ def execute_here(
 ) -> ProfileRecord:
     """Does what `execute` does, in this process alone: `time_all` makes the samples."""
     started = time.perf_counter()
-    loop = _Loop(built.compiled, feedback, mesh)
+    loop = _Loop(built.compiled, feedback, mesh.devices.flat[0].platform == "cpu")
     try:
         loop.inputs = make_inputs(kinds, mesh, [place for place, _ in feedback])
         samples_ms = time_all(loop)
@@ -201,37 +201,36 @@ def shortage(built: Built, mesh: Mesh) -> str:
     return ""
 
 
+@dataclass(slots=True)
 class _Loop:
-    """A program that is run over and over on what it returned."""
+    """A program that is run over and over on what it returned.
 
-    def __init__(
-        self,
-        compiled: jax.stages.Compiled,
-        feedback: Sequence[tuple[int, int]],
-        mesh: Mesh,
-    ):
-        self._compiled = compiled
-        self._feedback = tuple(feedback)
-        # Runs of virtual devices that overlap contend for the threads that their
-        # collectives wait in.
-        self._one_at_a_time = mesh.devices.flat[0].platform == "cpu"
-        self._outputs: Any = ()  # As the program returns them: a tuple, or one.
-        self.inputs: list[jax.Array] = []
+    Attributes:
+      one_at_a_time: True where runs that overlap contend for the threads that their
+        collectives wait in, as those of virtual devices.
+      outputs: as the program returns them: a tuple, or one.
+    """
+
+    compiled: jax.stages.Compiled
+    feedback: Sequence[tuple[int, int]]
+    one_at_a_time: bool
+    inputs: list[jax.Array] = field(default_factory=list)
+    outputs: Any = ()
 
     def __call__(self, times: int) -> None:
         for _ in range(times):
             # What is not fed back is freed before the next run needs the room.
-            self._outputs = ()
-            self._outputs = self._compiled(*self.inputs)
-            for put, got in self._feedback:
-                self.inputs[put] = self._outputs[got]
-            if self._one_at_a_time:
-                jax.block_until_ready(self._outputs)
-        jax.block_until_ready(self._outputs)
+            self.outputs = ()
+            self.outputs = self.compiled(*self.inputs)
+            for put, got in self.feedback:
+                self.inputs[put] = self.outputs[got]
+            if self.one_at_a_time:
+                jax.block_until_ready(self.outputs)
+        jax.block_until_ready(self.outputs)
 
     def free(self) -> None:
         """Gives all memory back now, whoever else may still know an array."""
-        for array in jax.tree.leaves((self.inputs, self._outputs)):
+        for array in jax.tree.leaves((self.inputs, self.outputs)):
             if not array.is_deleted():
                 array.delete()
-        self.inputs, self._outputs = [], ()
+        self.inputs, self.outputs = [], ()

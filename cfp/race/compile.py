@@ -1,6 +1,4 @@
-"""Compiles whole programs, in threads, and says which of them fit in memory.
-
-Records of earlier whole programs and outcomes of earlier races.
+"""Compiles whole programs, and remembers programs and races of earlier runs.
 
 A prediction of memory is off by a few percent; the memory of a compiled program is
 known. Such a program races under another budget, too, if it fits. So a larger budget
@@ -19,12 +17,13 @@ import json
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from typing import Any
 
+import pydantic
 from jax.sharding import Mesh
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
@@ -36,7 +35,6 @@ from cfp.printable import waiting_text
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build, default_threads
 from cfp.profiling.jobs import build_all
 from cfp.profiling.record import (
-    CompiledBytes,
     ProfileKey,
     ProfileRecord,
     refused_option,
@@ -45,10 +43,9 @@ from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import InFlight, MeasureOptions, settle
 from cfp.program.graph import Program
 from cfp.race.programs import (
-    TOO_LATE,
     RaceProgram,
     RaceResult,
-    Untimed,
+    fits,
     is_compiled_too_large,
     programs_of,
 )
@@ -127,19 +124,47 @@ def compile_programs(
 ) -> list[RaceResult]:
     """Compiles programs without running them, and keeps those that fail.
 
-    Results of earlier races come from the store. Programs that are too large, or fail,
-    are stored.
+    Results of earlier races, and of `keep_built`, come from the store. Programs that
+    are too large, or fail, are stored.
 
     Returns:
         A result for each program, in order; without samples if it fits.
     """
-    known = known_records(builder, [one.job.key.digest for one in programs])
+    known = {
+        **_known_builds(builder, programs),
+        **known_records(builder, [one.job.key.digest for one in programs]),
+    }
     new = [one for one in programs if one.job.key.digest not in known]
     with builder.in_flight as in_flight:
         fresh = build_each(builder, new, in_flight)
     failed = [one for one in fresh.values() if isinstance(one, ProfileRecord)]
     keep(failed, builder.store)
     return results_of(programs, {**fresh, **known}, builder.budget_bytes, known)
+
+
+def keep_built(store: ProfileStore, one: RaceProgram, built: Built) -> None:
+    """Keeps that a program compiles, and its size; its sample is the compile."""
+    made = replace(built, key=_key_of_build(one))
+    store.put(made.record("ok", samples_ms=[1e3 * built.build_seconds]), replace=True)
+
+
+def _known_builds(
+    builder: Builder, programs: Sequence[RaceProgram]
+) -> dict[str, Built]:
+    """Programs that `keep_built` has kept, and that fit, by key."""
+    keys = {one.job.key.digest: (one.job.key, _key_of_build(one)) for one in programs}
+    found = builder.store.get_many(mine.digest for _, mine in keys.values())
+    return {
+        digest: Built(
+            key=key, compiled=None, collectives=one.collectives, **asdict(one.size)
+        )
+        for digest, (key, mine) in keys.items()
+        if (one := found.get(mine.digest)) and fits(one, builder.budget_bytes)
+    }
+
+
+def _key_of_build(one: RaceProgram) -> ProfileKey:
+    return ProfileKey((*one.job.key.parts, ("outcome", "compiled")))
 
 
 def build_each(
@@ -206,27 +231,12 @@ def results_of(
     budget_bytes: int | None,
     cached: Collection[str],
 ) -> list[RaceResult]:
-    """Returns programs' results; a program without an outcome came too late.
-
-    Args:
-        programs: in the order of the results.
-        cached: keys of results from the store.
-    """
-    found = []
-    for one in programs:
-        digest = one.job.key.digest
-        outcome = outcomes.get(digest, Untimed(reason=TOO_LATE))
-        if isinstance(outcome, Built):
-            outcome = Untimed(size=outcome.size, collectives=outcome.collectives)
-        found.append(
-            RaceResult(
-                program=one,
-                outcome=outcome,
-                fits=fits(outcome.size, budget_bytes),
-                cached=digest in cached,
-            )
-        )
-    return found
+    """Returns programs' results, in order; `cached` are keys from the store."""
+    pairs = [(one, one.job.key.digest) for one in programs]
+    return [
+        RaceResult.of(one, outcomes.get(key), budget_bytes, key in cached)
+        for one, key in pairs
+    ]
 
 
 def known_records(
@@ -241,11 +251,6 @@ def known_records(
         # Something was refused for its size alone, and the budget has grown.
         and not (is_compiled_too_large(record) and fits(record, builder.budget_bytes))
     }
-
-
-def fits(size: CompiledBytes, budget_bytes: int | None) -> bool:
-    """True if a program needs no more memory than the budget."""
-    return budget_bytes is None or size.peak_bytes <= budget_bytes
 
 
 def keep(records: Sequence[ProfileRecord], store: ProfileStore) -> None:
@@ -275,16 +280,7 @@ class _Kept(BaseModel):
     options: dict[str, str]
 
 
-class _Raced(BaseModel):
-    """A choice that raced because it was known, and digests of all that ran."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    known: str
-    raced: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
+@pydantic.dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
     """Outcome of an earlier race.
 
@@ -313,9 +309,17 @@ class Answer:
         best = min(since, key=_turn_ms, default=None)
         if best is None or best.choice == self.known:
             return False
-        if _digest([best.choice]) in self.raced:
+        if choice_digest(best.choice) in self.raced:
             return False
         return _turn_ms(best) < (1.0 - WORTH_HAVING) * self.time_ms
+
+
+_ANSWERS = TypeAdapter(Answer)
+
+
+def choice_digest(choice: str) -> str:
+    """The digest of a choice, as records have it."""
+    return _digest([choice])
 
 
 def question(context: PlanContext, programs: Iterable[RaceProgram]) -> ProfileKey:
@@ -335,30 +339,20 @@ def question(context: PlanContext, programs: Iterable[RaceProgram]) -> ProfileKe
 def answer_to(asked: ProfileKey, store: ProfileStore) -> Answer | None:
     """Returns how the race ended before; None if it was not run."""
     record = store.get(asked.digest)
-    if record is None:
-        return None
     try:
-        kept = _Raced.model_validate_json(record.choice)
+        return record and _ANSWERS.validate_json(record.choice)
     except ValidationError:
         return None  # Records may come from elsewhere.
-    return Answer(kept.known, record.time_ms, record.created, kept.raced)
 
 
-def keep_answer(
-    asked: ProfileKey,
-    store: ProfileStore,
-    known: str,
-    samples_ms: Sequence[float],
-    raced: Iterable[str],
-) -> None:
-    """Keeps what raced because it was known, all that ran, and the winner's samples."""
-    digests = tuple(_digest([choice]) for choice in raced)
+def keep_answer(asked: ProfileKey, store: ProfileStore, answer: Answer) -> None:
+    """Keeps how a race ended."""
     record = ProfileRecord(
         key=asked.digest,
         parts=asked.parts,
         status="ok",
-        samples_ms=tuple(samples_ms),
-        choice=_Raced(known=known, raced=digests).model_dump_json(),
+        samples_ms=(answer.time_ms,),
+        choice=_ANSWERS.dump_json(answer).decode(),
     )
     store.put(record, replace=True)
 
@@ -426,11 +420,13 @@ def known_to_fit(
     """
     assert context.memory is not None, "without a budget nothing remembered is raced"
     budget_bytes = context.memory.budget_bytes
+    allowed = known_kernels(context.rules.replacing_for_memory.kernels)
     [first] = programs_of(analysis, candidates[:1], context.environment)
     known = [
         (one, record)
         for one, record in remembered(analysis, context.store, first.job)
-        if _is_asked_for(context, one.choice)
+        # All that a choice replaces may be replaced now.
+        if one.choice.all_kernels <= allowed
     ]
     present = {one.key for one in candidates}
     new = dict[Any, Remembered]()
@@ -482,57 +478,55 @@ def _read(
     return None
 
 
-def _is_asked_for(context: PlanContext, choice: Choice) -> bool:
-    """True if all that a choice replaces may be replaced now."""
-    allowed = context.rules.replacing_for_memory.kernels
-    return choice.all_kernels <= known_kernels(allowed)
+@dataclass(frozen=True, slots=True)
+class EarlierRace:
+    """Records of just these programs in turn, apart from the programs' own records.
 
-
-# ------------------------------------------------------------ the same question, again
-
-
-def of_one_race(
-    jobs: Mapping[str, Job], budget_bytes: int | None, store: ProfileStore
-) -> dict[str, ProfileRecord]:
-    """Returns the records that a race of just these programs made, by digest."""
-    keys = _keys_among(jobs, budget_bytes)
-    found = store.get_many(key.digest for key in keys.values())
-    return {
-        digest: replace(
-            found[key.digest],
-            key=digest,
-            parts=jobs[digest].key.parts,
-            choice=jobs[digest].choice,
-        )
-        for digest, key in keys.items()
-        if key.digest in found
-    }
-
-
-def keep_race(
-    jobs: Mapping[str, Job],
-    budget_bytes: int | None,
-    records: Mapping[str, ProfileRecord],
-    store: ProfileStore,
-) -> None:
-    """Stores the measured times of this race's candidates.
-
-    Failures and the chosen plan have records of their own.
+    Attributes:
+        jobs: the programs, by key.
+        rounds: largest number of turns.
     """
-    keys = _keys_among(jobs, budget_bytes)
-    kept = [
-        replace(record, key=keys[digest].digest, parts=keys[digest].parts, choice="")
-        for digest, record in records.items()
-        if record.ok
-    ]
-    store.put_all(kept, replace=True)
 
+    store: ProfileStore
+    jobs: Mapping[str, Job]
+    budget_bytes: int | None
+    rounds: int
 
-def _keys_among(
-    jobs: Mapping[str, Job], budget_bytes: int | None
-) -> dict[str, ProfileKey]:
-    race = (("among", _digest(jobs)), ("budget", str(budget_bytes)))
-    return {digest: ProfileKey((*job.key.parts, *race)) for digest, job in jobs.items()}
+    def records(self) -> dict[str, ProfileRecord]:
+        """Records of an earlier race, by the programs' keys; parts of two are none."""
+        keys, jobs = self._keys, self.jobs
+        found = self.store.get_many(key.digest for key in keys.values())
+        if len({one.created for one in found.values()}) > 1:
+            return {}
+        return {
+            digest: replace(
+                found[key.digest],
+                key=digest,
+                parts=jobs[digest].key.parts,
+                choice=jobs[digest].choice,
+            )
+            for digest, key in keys.items()
+            if key.digest in found
+        }
+
+    def keep(self, records: Mapping[str, ProfileRecord]) -> None:
+        """Stores a race; failures have records of their own."""
+        keys = self._keys
+        kept = [
+            replace(one, key=keys[digest].digest, parts=keys[digest].parts, choice="")
+            for digest, one in records.items()
+            if one.ok
+        ]
+        self.store.put_all(kept, replace=True)
+
+    @property
+    def _keys(self) -> dict[str, ProfileKey]:
+        race = (
+            ("among", _digest(self.jobs)),
+            ("budget", str(self.budget_bytes)),
+            ("turns", str(self.rounds)),
+        )
+        return {d: ProfileKey((*job.key.parts, *race)) for d, job in self.jobs.items()}
 
 
 def _digest(digests: Iterable[str]) -> str:

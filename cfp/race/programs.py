@@ -1,25 +1,23 @@
-"""Candidates as programs: compiled, timed, how they did, and what came of it.
+"""Whole programs that may race: candidates, what became of each, and rows for the plan.
 
-Whole programs that may race: the plan, its rivals, presets and variants.
+Candidates are the plan, its rivals, presets and variants with compiler options.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from statistics import median
 
 from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import AS_WRITTEN, Choice, SegmentKernels
-from cfp.cost.costs import Costs, SegmentChoice, segment_candidate
+from cfp.analysis.layout import Choice, SegmentKernels
+from cfp.cost.costs import segment_candidate
 from cfp.fields import Count, Rung, Time, Words
 from cfp.presets.presets import BY_HAND, FROM_ARGUMENTS
 from cfp.printable import format_bytes
 from cfp.profiling.builder import Built, Job
-from cfp.profiling.collectives import Rates
 from cfp.profiling.record import (
     STATUSES,
     Collective,
@@ -29,10 +27,10 @@ from cfp.profiling.record import (
     ProfileRecord,
 )
 from cfp.program.graph import Program
-from cfp.search.choices import kernel_variants, picks_of, whole_choice
+from cfp.search.choices import picks_of, whole_choice
 from cfp.search.requests import whole_job
 from cfp.search.solver import Problem, leanest, solve
-from cfp.settings import ConstraintLevel, PlatformDefaults, Replacing
+from cfp.settings import ConstraintLevel, PlatformDefaults
 from cfp.solution import Candidate, Solution
 
 
@@ -171,38 +169,11 @@ def with_kernels(
     return found
 
 
-def with_preferred_kernels(
-    analysis: Analysis, choice: Choice, replacing: Replacing, rates: Rates | None
-) -> Choice:
-    """Adds kernels to a choice as written, without a search.
-
-    Each segment gets the kernel with the largest estimated gain, if there is a gain. If
-    rates are unknown, it gets the preferred kernel that can compute its sites.
-    """
-    costs = Costs(analysis, rates) if rates is not None else None
-
-    @cache
-    def best_of(kind: int, own: SegmentChoice) -> SegmentKernels:
-        saved_ms = {AS_WRITTEN: 0.0}
-        for one in kernel_variants(analysis, kind, own, replacing):
-            saved = costs.saved_by_kernel_ms(kind, one) if costs else float("inf")
-            saved_ms[one.kernels] = saved
-        return max(saved_ms, key=saved_ms.__getitem__)
-
-    found = [
-        (segment.index, best_of(segment.kind, own))
-        for segment in analysis.segments
-        for own in [segment_candidate(analysis, segment.index, choice)]
-    ]
-    return replace(choice, kernels=tuple(pair for pair in found if pair[1]))
-
-
 # Why a candidate is not compiled, or not timed.
 TOO_LATE = "not compiled, since the time was over"
 TOO_FAR = "predicted too far behind to be raced"
 UNMEASURED = "estimated too far behind to be measured"
 TOO_LARGE = "predicted not to fit in memory"
-SLOWER = "estimated to be slower than the presets that race"
 BEHIND = "predicted behind those that raced"
 MANY_REFUSED = "not compiled, since so many others do not fit"
 OVER_BUDGET = "over the memory budget"
@@ -236,34 +207,44 @@ class RaceProgram:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Untimed:
-    """Outcome of a program that has no time yet, or was not compiled.
-
-    Attributes:
-        size: memory that it needs; nothing if it was not compiled.
-        reason: why it was not compiled; "" if it was.
-    """
-
-    size: CompiledBytes = field(default_factory=CompiledBytes)
-    collectives: tuple[Collective, ...] = ()
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RaceResult:
     """Result of one program in a race.
 
     Attributes:
-        outcome: the record of a run or a failure; otherwise the compiled size or a
-            reason.
+        record: the record of a run or a failure; None otherwise.
+        size: memory that the program needs, as compiled; nothing if it was not.
+        skipped: why it was not compiled; "" if it was.
         fits: True if the compiled program is within the budget.
         cached: True if the result is from the store.
     """
 
     program: RaceProgram
-    outcome: ProfileRecord | Untimed
+    record: ProfileRecord | None = None
+    size: CompiledBytes = field(default_factory=CompiledBytes)
+    collectives: tuple[Collective, ...] = ()
+    skipped: str = ""
     fits: bool
     cached: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        program: RaceProgram,
+        outcome: Built | ProfileRecord | None,
+        budget_bytes: int | None,
+        cached: bool = False,
+    ) -> RaceResult:
+        """The result of a program; one without an outcome came too late."""
+        made = outcome or CompiledBytes()
+        return cls(
+            program=program,
+            record=outcome if isinstance(outcome, ProfileRecord) else None,
+            size=made.size,
+            collectives=outcome.collectives if outcome else (),
+            skipped="" if outcome else TOO_LATE,
+            fits=fits(made, budget_bytes),
+            cached=cached,
+        )
 
     @property
     def candidate(self) -> Candidate:
@@ -281,19 +262,9 @@ class RaceResult:
         return self.size.peak_bytes
 
     @property
-    def record(self) -> ProfileRecord | None:
-        """The record of a run or a failure, or None."""
-        return self.outcome if isinstance(self.outcome, ProfileRecord) else None
-
-    @property
-    def size(self) -> CompiledBytes:
-        """Memory that the program needs, as compiled; nothing if it was not."""
-        return self.outcome.size
-
-    @property
     def reason(self) -> str:
         """The reason why it has no time; "" if it has one, or may have."""
-        return self.outcome.reason
+        return self.record.reason if self.record else self.skipped
 
     @property
     def note(self) -> str:
@@ -311,13 +282,8 @@ class RaceResult:
     @property
     def may_race(self) -> bool:
         """True if it fits, and nothing failed yet."""
-        is_compiled = isinstance(self.outcome, Untimed) and not self.is_skipped
+        is_compiled = self.record is None and not self.skipped
         return self.fits and (is_compiled or self.is_timed)
-
-    @property
-    def is_skipped(self) -> bool:
-        """True if it was not compiled."""
-        return isinstance(self.outcome, Untimed) and bool(self.outcome.reason)
 
     @property
     def ran(self) -> bool:
@@ -335,6 +301,11 @@ class RaceResult:
         if self.record is None:
             return ()
         return tuple(self.record.drift * ms for ms in self.record.samples_ms)
+
+
+def fits(size: CompiledBytes, budget_bytes: int | None) -> bool:
+    """True if a program needs no more memory than the budget."""
+    return budget_bytes is None or size.peak_bytes <= budget_bytes
 
 
 def programs_of(
@@ -446,7 +417,7 @@ def race_row(result: RaceResult) -> RaceRow:
 
 def compiled_row(result: RaceResult) -> RaceRow:
     """The row of a program that was compiled for devices that are not there."""
-    row, every = replace(race_row(result), rung="estimated"), result.outcome.collectives
+    row, every = replace(race_row(result), rung="estimated"), result.collectives
     texts = [row.note or "compiled, not run"]
     for kind in dict.fromkeys(one.kind for one in every):
         own = [one for one in every if one.kind == kind]
@@ -460,13 +431,8 @@ def left_out(candidate: Candidate, why: str) -> RaceRow:
     return RaceRow(name=candidate.name, predicted_ms=candidate.predicted_ms, note=why)
 
 
-def kernels_not_timed(
-    outcome: RaceOutcome, budget_bytes: int | None
-) -> dict[SegmentKernels, str]:
+def kernels_not_timed(outcome: RaceOutcome) -> dict[SegmentKernels, str]:
     """Finds kernels without a timed candidate within the budget.
-
-    Args:
-        budget_bytes: memory of each device that a program may need.
 
     Returns:
         The first reason for each, as a predicate: ``failed: ...``.
@@ -474,22 +440,12 @@ def kernels_not_timed(
     choices = {one.name: one.choice for one in outcome.solution.candidates}
     choices |= {one.name: one.candidate.choice for one in outcome.results}
     timed, found = set[SegmentKernels](), dict[SegmentKernels, str]()
-    rows = {row.name: row for row in outcome.rows}
-    for name, choice in choices.items():
-        for _, kernels in choice.kernels if name in rows else ():
-            if rows[name].note:
-                found.setdefault(kernels, _not_timed(rows[name], budget_bytes))
+    for row in outcome.rows:
+        has_failed = row.note.partition(":")[0] in STATUSES
+        why = f"{'failed' if has_failed else 'was not timed'}: {row.note}"
+        for _, kernels in choices[row.name].kernels if row.name in choices else ():
+            if row.note:
+                found.setdefault(kernels, why)
             else:
                 timed.add(kernels)
     return {kernels: why for kernels, why in found.items() if kernels not in timed}
-
-
-def _not_timed(row: RaceRow, budget_bytes: int | None) -> str:
-    if row.note.partition(":")[0] in STATUSES:
-        return f"failed: {row.note}"
-    if row.note == OVER_BUDGET and budget_bytes is not None:
-        return (
-            f"does not fit: {row.name} needs {format_bytes(row.peak_bytes, up=True)} "
-            f"on each device, and a plan may use {format_bytes(budget_bytes)}"
-        )
-    return f"was not timed: {row.note}"

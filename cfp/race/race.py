@@ -21,10 +21,16 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
-from cfp.context import DecidedBy, PlanContext
+from cfp.context import PlanContext
 from cfp.devices.described import DescribedMesh
 from cfp.profiling.builder import Built
-from cfp.profiling.record import CompiledBytes, Parts, ProfileKey, ProfileRecord
+from cfp.profiling.record import (
+    CompiledBytes,
+    Parts,
+    ProfileKey,
+    ProfileRecord,
+    utc_now,
+)
 from cfp.race.admission import (
     Admitted,
     compile_until_enough_fit,
@@ -33,11 +39,14 @@ from cfp.race.admission import (
     within_reach,
 )
 from cfp.race.compile import (
+    Answer,
     Builder,
     answer_to,
+    choice_digest,
     compile_programs,
     compiled_before,
     keep_answer,
+    keep_built,
     known_to_fit,
     question,
 )
@@ -114,10 +123,8 @@ class Race:
     def rank(self, candidates: Sequence[Candidate]) -> Ranking:
         """Times candidates, and the leaders again with other compiler options."""
         rules = self.context.rules
-        # One turn is enough if leaders run again, or if times say little.
-        say_little = rules.estimates
-        rounds = 1 if rules.compiler_options or say_little else rules.rounds
-        raced = self.time(candidates, rounds)
+        # One turn is enough if leaders run again.
+        raced = self.time(candidates, 1 if rules.compiler_options else rules.rounds)
         first, new = second_race(raced, rules)
         if not new or self.context.is_over:
             return Ranking((), raced)
@@ -126,7 +133,7 @@ class Race:
         for identity in self.built.keys() - kept:
             del self.built[identity]
         looks: dict[str, ProfileRecord] = {}
-        if not (say_little or any(one.cached for one in raced)):
+        if not any(one.cached for one in raced):
             mine = [one for one in raced if one.name in names]
             looks = {one.program.identity: one.record for one in mine if one.record}
         again = [*first, *new]
@@ -210,112 +217,107 @@ class Race:
         known = [replace(one, is_preset=one.choice in presets) for one in known]
         return known, asked
 
-    def fastest(self) -> RaceOutcome:
-        """Whole programs, compiled until enough fit, and timed in turn."""
-        context, candidates = self.context, self.solution.candidates
-        if context.memory is None:  # These options may take memory.
+    def outcome(self) -> RaceOutcome:
+        """Compiles candidates until enough fit and times them, or until one fits."""
+        context, solution = self.context, self.solution
+        candidates, races = solution.candidates, context.races
+        if races and context.memory is None:  # These options may take memory.
             first = context.rules.first_options
             candidates = [(with_options(one, first) or [one])[0] for one in candidates]
         known, asked = self.remember(candidates)
-        fitting, refused, left = [], [], []
-        ranking = Ranking((), ())
-        for made in self.batches(candidates, known):
+        fitting, refused, left = list[RaceResult](), list[RaceResult](), []
+        best, ranking = None, Ranking((), ())
+        for made in self.batches(candidates, known, one_is_enough=not races):
             refused += made.refused
+            fitting += made.fitting
             left = made.left
-            if made.fitting:
-                fitting += [one.candidate for one in made.fitting]
-                ranking = self.rank(fitting)
-            if ranking.best is not None:
+            if races and made.fitting:
+                ranking = self.rank([one.candidate for one in fitting])
+            best = ranking.best if races else next(iter(fitting), None)
+            if best is not None:
                 break
-        best, results = ranking.best, [*ranking.results, *refused]
-        absent = self.solution.unraced.items()
+        results = [*(ranking.results if races else fitting), *refused]
+        absent = solution.unraced.items()
         rows = [
             *map(race_row, results),
             *(left_out(one, why) for one, why in left),
             *(RaceRow(name=name, predicted_ms=None, note=why) for name, why in absent),
         ]
-        counts: dict[str, float] = {
-            **self.solution.counts,
-            RACE_SECONDS: self.seconds,
-            "race_cached": float(all(one.cached for one in results)),
-        }
-        found = RaceOutcome(
-            solution=self.solution,
-            rows=tuple(rows),
-            results=tuple(results),
-            counts=counts,
-        )
-        if best is None:
-            return found
-        if asked is not None:
-            jobs = [one.job for one in programs_of(self.analysis, known, ())]
-            raced = [one.program.job.choice for one in ranking.results if one.ran]
-            choice = jobs[0].choice if jobs else ""
-            keep_answer(asked, context.store, choice, best.samples_ms, raced)
-        times = {one.samples_ms: one.time_ms for one in ranking.ties}.values()
-        if len(times) > 1:
-            spread = max(times) / min(times) - 1.0
-            counts |= {"ties": len(times) - 1, "tie_spread": spread}
-        flags = time_flags(self.builder, best)
-        rows = [replace(r, flag_ms=flags * (r.name == best.name)) for r in rows]
-        built = self.built.get(best.program.identity)
-        if (one := built or best.record) is not None:
+        counts: dict[str, float] = {**solution.counts}
+        counts["race_cached"] = float(all(one.cached for one in results))
+        built = best and self.built.get(best.program.identity)
+        if not races:
+            rows = [*self.estimated_rows(results).values()]
+            if best and built:
+                keep_built(context.store, best.program, built)
+        elif best:
+            self._keep(best, ranking, known, asked)
+            counts |= _ties(ranking)
+            flags, name = time_flags(self.builder, best), best.name
+            rows = [replace(r, flag_ms=flags * (r.name == name)) for r in rows]
+        counts[RACE_SECONDS] = self.seconds
+        if best and (one := built or best.record) is not None:
             counts["compile_seconds"] = one.build_seconds
-        return replace(
-            found,
-            winner=best.candidate,
-            time_ms=best.time_ms,
-            peak_bytes=best.peak_bytes,
+        return RaceOutcome(
+            solution=solution,
+            winner=best and best.candidate,
+            time_ms=best.time_ms if best and races else None,
+            peak_bytes=best and best.peak_bytes,
             built=built,
             rows=tuple(rows),
-        )
-
-    def first_that_fits(self) -> RaceOutcome:
-        """The best by prediction whose whole program, compiled, fits.
-
-        For described devices a few others are compiled, too, for the plan's table.
-        """
-        candidates, results = self.solution.candidates, list[RaceResult]()
-        known, _ = self.remember(candidates)
-        fits = None
-        for made in self.batches(candidates, known, one_is_enough=True):
-            results += [*made.fitting, *made.refused]
-            fits = next(iter(made.fitting), None)
-            if fits is not None:
-                break
-        rows, counts = self.estimated_rows(), {**self.solution.counts}
-        if rows:
-            seen = {one.candidate.key for one in results}
-            whole = ConstraintLevel.EVERYTHING
-            others = [o for o in candidates if o.level is whole and o.key not in seen]
-            others.sort(key=expected_ms)
-            some = others[: MOST_RACED - 1] if fits is not None else []
-            made = [*results[:1], *self.compile_all(some), *results[1:]]
-            rows |= {one.name: compiled_row(one) for one in made}
-            counts[RACE_SECONDS] = self.seconds
-        return RaceOutcome(
-            solution=self.solution,
-            winner=fits and fits.candidate,
-            peak_bytes=fits and fits.peak_bytes,
-            rows=tuple(rows.values()),
             results=tuple(results),
             counts=counts,
         )
 
-    def estimated_rows(self) -> dict[str, RaceRow]:
-        """Rows of candidates for described devices, by name; none for others."""
-        if not isinstance(self.context.mesh, DescribedMesh):
+    def _keep(
+        self,
+        best: RaceResult,
+        ranking: Ranking,
+        known: Sequence[Candidate],
+        asked: ProfileKey | None,
+    ) -> None:
+        """Stores the answer of a race that earlier candidates took part in."""
+        if asked is None:
+            return
+        jobs = [one.job for one in programs_of(self.analysis, known, ())]
+        raced = {one.program.job.choice for one in ranking.results if one.ran}
+        answer = Answer(
+            known=jobs[0].choice if jobs else "",
+            time_ms=best.time_ms,
+            ended=utc_now(),
+            raced=tuple(map(choice_digest, sorted(raced))),
+        )
+        keep_answer(asked, self.context.store, answer)
+
+    def estimated_rows(self, results: Sequence[RaceResult] = ()) -> dict[str, RaceRow]:
+        """Rows of candidates, by name, where estimates decide; none elsewhere.
+
+        For described devices a few are compiled for them.
+        """
+        if not self.context.rules.estimates:
             return {}
         problem, most = self.solution.problem, self.context.budget_bytes
+        whole = ConstraintLevel.EVERYTHING
+        every = [one for one in self.solution.candidates if one.level is whole]
         found = {}
-        for one in self.solution.candidates:
-            known = prediction_of(self.analysis, problem, one.choice)
-            size = known.peak_bytes or 0
+        for one in every:
+            size = prediction_of(self.analysis, problem, one.choice).peak_bytes or 0
             why = NOT_RUN if most is None or size <= most else TOO_LARGE
-            if one.level is ConstraintLevel.EVERYTHING:
-                row = left_out(one, why)
-                found[one.name] = replace(row, peak_bytes=size, rung="estimated")
-        return found
+            row = replace(left_out(one, why), peak_bytes=size, rung="estimated")
+            found[one.name] = row
+        if results and isinstance(self.context.mesh, DescribedMesh):
+            seen = {one.candidate.key for one in results}
+            others = sorted((o for o in every if o.key not in seen), key=expected_ms)
+            few = others[: MOST_RACED - 1] if any(r.may_race for r in results) else []
+            results = [*results[:1], *self.compile_all(few), *results[1:]]
+        return found | {one.name: compiled_row(one) for one in results}
+
+
+def _ties(ranking: Ranking) -> dict[str, float]:
+    """Counts programs that tie with the winner, and how far apart they are."""
+    times = {one.samples_ms: one.time_ms for one in ranking.ties}.values()
+    spread = max(times) / min(times) - 1.0
+    return {"ties": len(times) - 1, "tie_spread": spread} if len(times) > 1 else {}
 
 
 def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOutcome:
@@ -326,10 +328,8 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
     outcome has no winner.
     """
     run = Race(context, analysis, solution)
-    if context.decided_by is DecidedBy.RACE:
-        return run.fastest()
-    if context.decided_by is DecidedBy.COMPILER:
-        return run.first_that_fits()
+    if context.compiles:
+        return run.outcome()
     return RaceOutcome(
         solution=solution,
         winner=solution.candidates[0],

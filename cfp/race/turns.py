@@ -1,6 +1,6 @@
-"""Programs timed in turn, A B C A B C: the fastest wins, the simplest of ties.
+"""Times programs in turn, A B C A B C: the fastest wins, the simplest of ties.
 
-Times of the winner's branches: each flag of the arguments set to all its values.
+Of the winner, branches are timed: each flag of the arguments set to all its values.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ from cfp.profiling.timing import ON_CPUS, TimingOptions
 from cfp.program.graph import Program, numpy_dtype
 from cfp.race.compile import (
     Builder,
+    EarlierRace,
     build_each,
-    fits,
     keep,
-    keep_race,
     known_records,
-    of_one_race,
     results_of,
 )
-from cfp.race.programs import RaceProgram, RaceResult, variants
+from cfp.race.programs import RaceProgram, RaceResult, fits, variants
 from cfp.settings import (
     ALIKE,
     STAY_AFTER_LOOK,
@@ -136,10 +134,9 @@ def race_programs(
     times of programs that were left out change as much, so that none wins by its
     absence.
 
-    Programs with one key run once. If all programs of one race are in the store,
-    nothing runs; otherwise all run again, as only times of one run compare. A race with
-    as many turns and the same budget is not run again, even if its programs ran in
-    others since; programs that failed since are left out. Earlier failures are not
+    Programs with one key run once. The same race, of as many turns in the same budget,
+    is not run again, even if its programs ran in others since, as only times of one
+    race compare; programs that failed since are left out. Earlier failures are not
     tried again unless asked.
 
     Args:
@@ -151,45 +148,22 @@ def race_programs(
         One result for each program, in order.
     """
     jobs = {one.job.key.digest: one.job for one in programs}
-    store, budget_bytes = builder.store, builder.budget_bytes
-    known = known_records(builder, jobs)
+    budget_bytes, known = builder.budget_bytes, known_records(builder, jobs)
     # What is known to be too large need not be compiled to find that out again.
     out = {d: r for d, r in known.items() if not (r.ok and fits(r, budget_bytes))}
-    raced = {**of_one_race(jobs, budget_bytes, store), **out}
-
-    def is_answer(found: Mapping[str, ProfileRecord]) -> bool:
-        ran = [record for digest, record in found.items() if digest not in out]
-        is_one = _is_one_race(ran, rounds, builder.is_measured)
-        return len(found) == len(jobs) and is_one
-
-    records = next(filter(is_answer, (raced, known)), None)
-    cached = () if records is None else jobs.keys()
-    if records is None:
+    mine = EarlierRace(builder.store, jobs, budget_bytes, rounds)
+    records = {**mine.records(), **out}
+    cached = jobs.keys() if len(records) == len(jobs) else ()
+    if not cached:
         again = [one for one in programs if one.job.key.digest not in out]
         with builder.in_flight as in_flight:
             outcomes = build_each(builder, again, in_flight)
             ran = _run_in_turn(builder, again, outcomes, in_flight, rounds, looks)
-        keep(list(ran.values()), store)
+        keep(list(ran.values()), builder.store)
+        if time.monotonic() <= builder.end:  # Otherwise turns may be missing.
+            mine.keep(ran)
         records = {**out, **ran}
-    if records is not raced:
-        ran = {digest: r for digest, r in records.items() if digest not in out}
-        keep_race(jobs, budget_bytes, ran, store)
     return results_of(programs, records, budget_bytes, cached)
-
-
-def _is_one_race(ran: Sequence[ProfileRecord], rounds: int, is_measured: bool) -> bool:
-    """True if records are of one race, with all turns or enough to tell the fastest.
-
-    Times of two races do not compare. All of one ended at one moment. What was the
-    fastest ran in every turn, which gives one sample, or on CPUs some.
-    """
-    turns = max((len(record.samples_ms) for record in ran), default=rounds)
-    last = [one.samples_ms for one in ran if len(one.samples_ms) == turns]
-    times_ms = [median(samples) for samples in last]
-    near = [ms for ms in times_ms if ms <= STAY_AFTER_LOOK * min(times_ms)]
-    is_told = (len(near) == 1 and not is_measured) or _is_told(last)
-    is_enough = turns >= rounds or (rounds > 1 and is_told)
-    return len({record.created for record in ran}) <= 1 and is_enough
 
 
 def _run_in_turn(
@@ -279,7 +253,7 @@ class _Turns:
     def is_told(self) -> bool:
         """True if the turns so far tell the fastest."""
         if self.builder.is_measured:
-            return _is_told([*map(self._samples_ms, self.order)])
+            return _is_told([self.records[d].samples_ms for d in self.order])
         return len(self.order) == 1
 
     def compile_generators(self, digest: str) -> None:
@@ -364,9 +338,6 @@ class _Turns:
 
     def _time_ms(self, digest: str) -> float:
         return self.records[digest].time_ms
-
-    def _samples_ms(self, digest: str) -> list[float]:
-        return [*self.records[digest].samples_ms]
 
     def _time(self, digest: str, timing: TimingOptions, doing: str) -> ProfileRecord:
         """Times a program, and says so; `doing` names a look or a turn."""

@@ -7,23 +7,20 @@ fastest choice fits in memory, measuring ends: more rounds made no plan faster
 (docs/decisions.md, "Where memory decides, likely strategies are measured next").
 
 Otherwise rounds follow. Unmeasured candidates enter the search with expected costs
-(:mod:`cfp.search.guided`), and the picked ones are measured. Rounds end when no
-candidate is expected to make the best plan faster by enough, or at a limit.
+(`expect`), and the picked ones are measured. Rounds end when no candidate is expected
+to make the best plan faster by enough, or at a limit. Estimates leave out hidden
+communication, temporaries, and the cost of rematerializing: each is corrected by the
+median of the kind's measured candidates. On virtual and described devices nothing is
+measured, and estimates alone decide.
 
 Under a budget of time, the parts of one preset after another are measured, the best by
 estimate first. One measurement of each kind is made in any case.
-
-Expected costs of candidates that are not measured, and problems made of them.
-
-Estimates leave out hidden communication, temporaries, and the cost of rematerializing.
-Each is corrected by the median of the kind's measured candidates. On virtual and
-described devices nothing is measured, and estimates alone decide.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
 from statistics import median
@@ -393,65 +390,63 @@ def _jobs(wanted: Iterable[MeasurementRequest]) -> list[Job]:
     return [job for item in wanted for job in item.jobs]
 
 
+@dataclass(slots=True)
 class _Round:
     """Selection of candidates to measure in one round.
 
-    Args:
+    Attributes:
         per_kind: largest number for each kind of segment, and as many rematerialized.
         wanted: earlier requests.
+        asked: requests by kind and candidate, the new ones, too.
     """
 
-    def __init__(
-        self,
-        maker: RequestBuilder,
-        per_kind: int,
-        wanted: Sequence[MeasurementRequest],
-        records: Mapping[str, ProfileRecord],
-        problem: Problem,
-    ) -> None:
-        self._maker, self._per_kind = maker, per_kind
-        self._wanted, self._records = wanted, records
-        self._problem = problem
-        self._found: list[MeasurementRequest] = []
-        self._asked: list[dict[SegmentChoice, MeasurementRequest]] = [
-            {} for _ in problem.options
-        ]
-        for item in wanted:
+    maker: RequestBuilder
+    per_kind: int
+    wanted: Sequence[MeasurementRequest]
+    records: Mapping[str, ProfileRecord]
+    problem: Problem
+    found: list[MeasurementRequest] = field(default_factory=list)
+    asked: list[dict[SegmentChoice, MeasurementRequest]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.asked = [{} for _ in self.problem.options]
+        for item in self.wanted:
             # What shares programs with failures may be asked for again.
-            if not (item.base and item.neighbour and item.base.has_failed(records)):
-                self._asked[item.kind][item.candidate] = item
+            base = item.neighbour and item.base
+            if not (base and base.has_failed(self.records)):
+                self.asked[item.kind][item.candidate] = item
 
     def ask(self) -> list[MeasurementRequest]:
         """Selects candidates that will probably make the best plan faster.
 
         If nothing will probably fit, it is the leanest, rematerialized.
         """
-        likely = [*map(self._likely, range(len(self._asked)))]
-        best = solve(self._problem)
+        likely = [*map(self._likely, range(len(self.asked)))]
+        best = solve(self.problem)
         best_ms = best.cost_ms if best else float("inf")
         self._propose(likely, (1.0 - WORTH_HAVING) * best_ms)
-        if self._found or best:
-            return self._found
+        if self.found or best:
+            return self.found
         # An error is to name how little would do.
-        costs, lean = self._maker.costs, leanest(self._problem)
-        options = self._problem.picked(lean.picks)
-        for kind, option in zip(self._problem.kinds, options, strict=True):
+        costs, lean = self.maker.costs, leanest(self.problem)
+        options = self.problem.picked(lean.picks)
+        for kind, option in zip(self.problem.kinds, options, strict=True):
             if costs.can_rematerialize(kind):
                 self._add(kind, replace(option.candidate, remat=True))
-        return self._found
+        return self.found
 
     def _likely(self, kind: int) -> list[Option]:
         """Unmeasured candidates of a kind, with what they will probably cost."""
-        measured, asked = self._problem.options[kind], self._asked[kind]
-        costs, estimate = self._maker.costs, self._maker.estimates[kind]
+        measured, asked = self.problem.options[kind], self.asked[kind]
+        costs, estimate = self.maker.costs, self.maker.estimates[kind]
         ranked = ranked_candidates(estimate, ROUND_SIZE + len(asked))
         found = [c for c in ranked if c not in asked][:ROUND_SIZE]
         if costs.can_rematerialize(kind):
             ran_out = (
                 item.candidate
-                for item in self._wanted
+                for item in self.wanted
                 if item.kind == kind
-                and self._records[item.own_job.key.digest].status == "out_of_memory"
+                and self.records[item.own_job.key.digest].status == "out_of_memory"
             )
             every = (*(o.candidate for o in measured), *found, *ran_out)
             again = (replace(c, remat=True) for c in every if not c.remat)
@@ -460,13 +455,13 @@ class _Round:
 
     def _propose(self, likely: Sequence[Sequence[Option]], goal_ms: float) -> None:
         """Adds the search's picks among likely candidates, until none beats a time."""
-        measured, budget_bytes = self._problem.options, self._problem.budget_bytes
-        while len(self._found) < ROUND_SIZE:
+        measured, budget_bytes = self.problem.options, self.problem.budget_bytes
+        while len(self.found) < ROUND_SIZE:
             options = [
                 [*known, *(o for o in likely[kind] if self._may_add(kind, o.candidate))]
                 for kind, known in enumerate(measured)
             ]
-            problem = build_problem(self._maker.costs, options, budget_bytes)
+            problem = build_problem(self.maker.costs, options, budget_bytes)
             lowest = solve(problem)
             if lowest is None or lowest.cost_ms >= goal_ms:
                 break
@@ -483,34 +478,34 @@ class _Round:
         A rematerialized candidate needs the same one without, unless that was
         requested.
         """
-        asked = self._asked[kind]
+        asked = self.asked[kind]
         if candidate in asked:
             return False
         # What has kernels does not take the place of another strategy.
         plain = sum(not (one.remat or one.kernels) for one in asked)
         again = sum(one.remat for one in asked)
-        if candidate.remat and again >= self._per_kind:
+        if candidate.remat and again >= self.per_kind:
             return False
-        return candidate.plain in asked or plain < self._per_kind
+        return candidate.plain in asked or plain < self.per_kind
 
     def _add(self, kind: int, candidate: SegmentChoice) -> None:
         """Adds what tells the cost of a candidate: itself, and what it is based on."""
         if not self._may_add(kind, candidate):
             return
-        maker, plain = self._maker, candidate.plain
-        analysis, asked = maker.costs.analysis, self._asked[kind]
-        number = sum(w.kind == kind for w in (*self._wanted, *self._found)) + 1
+        maker, plain = self.maker, candidate.plain
+        analysis, asked = maker.costs.analysis, self.asked[kind]
+        number = sum(w.kind == kind for w in (*self.wanted, *self.found)) + 1
         if plain not in asked:
             estimate_ms = maker.estimates[kind].total_ms(plain)
             variants = kernel_variants(analysis, kind, plain, maker.replacing)
             for one in (replace(plain, estimate_ms=estimate_ms), *variants):
                 if one not in asked:
                     asked[one] = maker.make(kind, one, number)
-                    self._found.append(asked[one])
+                    self.found.append(asked[one])
                     number += 1
         if candidate.remat:
             label = f"segment {kind}: {number}, rematerialized"
             asked[candidate] = rematerialize(
-                analysis, maker.environment, asked[plain], label, self._records
+                analysis, maker.environment, asked[plain], label, self.records
             )
-            self._found.append(asked[candidate])
+            self.found.append(asked[candidate])

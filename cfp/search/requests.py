@@ -1,9 +1,8 @@
-"""Requests to measure a segment, and its cost from their records.
+"""Requests to measure a segment, their jobs, and the cost that records tell.
 
 A segment is measured alone and beside a neighbour. A segment of a small share of the
-step is measured alone, since noise would exceed the difference.
-
-From choices to things to measure: segments, and whole programs, as jobs.
+step is measured alone, since noise would exceed the difference. Whole programs are jobs
+of the same kind.
 """
 
 from __future__ import annotations

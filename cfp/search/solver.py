@@ -24,7 +24,7 @@ The result is exact, unless values pass further and more than `MOST_STATES` part
 choices remain. Then the most promising ones stay, and if none of these fits, values
 that pass further are ignored.
 
-The search problem as pure data, and its solution.
+`Problem` is pure data, and so is its solution, `Assignment`.
 """
 
 from __future__ import annotations

@@ -76,14 +76,14 @@ def _branches(plan: Plan) -> Values:
 
 
 def _estimates(plan: Plan) -> Values:
-    if words.known_how(plan) != "estimated" or plan.rung != "measured":
-        return ()
     if words.WAS_DESCRIBED in plan.search:
-        return " of described devices"
-    how = "what is raced, and the timed race the plan"
-    if sum(bool(row.samples_ms) for row in plan.race) < 2:
-        how = "the plan"
-    return f": on virtual devices they choose {how} (measure=True, --measure: more)"
+        return " of described devices" * (plan.rung == "measured")
+    platform = plan.environment.get("platform")
+    if words.known_how(plan) == "estimated" and platform == "cpu":
+        return (
+            ", as times of virtual devices say little (--measure, measure=True: race)"
+        )
+    return ()
 
 
 def _undonated(plan: Plan) -> Values:
@@ -136,9 +136,7 @@ def _gains(is_measured: bool) -> Callable[[Plan], Values]:
         for one in (plan.figures or Figures()).worth:
             is_sharding = one.name == Dimension.SHARDING
             is_whole = words.runs_whole(plan) or not words.is_sharded(plan)
-            is_noise = is_measured and words.is_rough(plan)
-            is_known = one.is_measured is is_measured and not is_noise
-            if not is_known or (is_sharding and is_whole):
+            if one.is_measured is not is_measured or (is_sharding and is_whole):
                 continue
             if one.without_ms is None:
                 parts.append(f"{one.name}, without which nothing fits")

@@ -148,20 +148,12 @@ def figure_texts(plan: Plan) -> list[str]:
     """Lists the time and the memory of a plan; the verdict on memory comes first."""
     parts, memory = [], [*filter(None, [memory_text(plan)])]
     if (ms := plan.measured_ms) is not None:
-        rough, cached = is_rough(plan), bool(plan.search.get("race_cached"))
-        where = " of ".join(["one turn"] * rough + ["an earlier race"] * cached)
-        form = (".3g" if ms < 999.5 else ".0f") if rough else ".3f"
-        parts.append(f"{ms:{form}} ms per step, measured{where and f' in {where}'}")
+        where = " in an earlier race" if plan.search.get("race_cached") else ""
+        parts.append(f"{ms:.3f} ms per step, measured{where}")
     if plan.predicted_ms is not None:
         parts.append(f"{plan.predicted_ms:.3f} ms {_predicted_how(plan)}")
     has_budget = plan.figures and plan.figures.budget_bytes
     return [*memory, *parts] if has_budget else [*parts, *memory]
-
-
-def is_rough(plan: Plan) -> bool:
-    """True if a time is from one turn on virtual devices, which vary."""
-    others = {WAS_DESCRIBED, VERIFIED} & plan.search.keys()
-    return known_how(plan) == "estimated" and plan.rung == "measured" and not others
 
 
 def memory_text(plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""Choices by estimates, the default on virtual devices: nothing but the race runs."""
+"""Choices by estimates, the default on virtual devices: nothing runs."""
 
 import itertools
 from contextlib import closing
@@ -10,16 +10,16 @@ import pytest
 
 import cfp
 from cfp.analysis.analyze import analyze
-from cfp.cli.options import settings as settings_of
 from cfp.cost.costs import Costs
 from cfp.presets.presets import presets
 from cfp.profiling.builder import build
 from cfp.profiling.collectives import Rates
+from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race import compile as building
-from cfp.race.programs import TOO_LATE
+from cfp.race.programs import NOT_RUN
 from cfp.search.choices import estimate_kinds, whole_choice
 from cfp.search.guided import build_problem, estimate_options
 from cfp.search.solver import Assignment, solve
@@ -56,15 +56,44 @@ def parts():
     )
 
 
-def test_only_whole_programs_run(planned):
+def test_nothing_runs(planned):
     plan, records = planned
-    what = {dict(record.parts)["what"] for record in records}
-    assert all("program, raced" in one for one in what)
-    # Twins are one program under two names; a race has a record, too.
-    assert 2 <= len(records) <= 4
-    raced = [row for row in plan.race if row.time_ms is not None]
-    assert plan.winner in {row.name for row in raced}
-    assert plan.measured_ms == min(row.time_ms for row in raced)
+    [kept] = records
+    assert dict(kept.parts)["outcome"] == "compiled" and not kept.run_seconds
+    assert plan.measured_ms is None and plan.search["race_cached"] == 0.0
+    assert plan.rung == "estimated" and plan.raced is not None
+    assert plan.peak_bytes and plan.predicted_ms
+    [own] = [row for row in plan.race if row.name == plan.winner]
+    assert own.note.startswith("compiled, not run")
+    others = [row for row in plan.race if row is not own]
+    assert {row.note for row in others} == {NOT_RUN}
+    assert {row.name for row in others} >= {"data_parallel", "fully_sharded"}
+    assert all(plan.predicted_ms <= row.predicted_ms for row in others)
+
+
+def test_what_compiled_before_is_not_compiled_again(tmp_path):
+    how = {"mesh": make_mesh(SIZES), "cache_dir": tmp_path}
+    first, again = (cfp.plan(STEP, *ARGS, **how) for _ in range(2))
+    assert again.search["race_cached"] == 1.0 and again.raced is None
+    assert (again.winner, again.race) == (first.winner, first.race)
+    assert again.peak_bytes == first.peak_bytes
+    with pytest.raises(cfp.MemoryBudgetError):
+        cfp.plan(STEP, *ARGS, **how, memory_budget=1000)
+
+
+def test_what_does_not_compile_is_replaced_by_the_next(tmp_path, monkeypatch):
+    def fail(program, mesh, job, environment):
+        if job.label != "planned":
+            return build(program, mesh, job, environment)
+        key = {"key": job.key.digest, "parts": job.key.parts}
+        return ProfileRecord(**key, status="compile_error", reason="no such kernel")
+
+    monkeypatch.setattr(building, "build", fail)
+    plan = cfp.plan(STEP, *ARGS, mesh=make_mesh(SIZES), cache_dir=tmp_path)
+    notes = {row.name: row.note for row in plan.race}
+    assert notes["planned"].startswith("compile_error: no such kernel")
+    others = {row.name: row.predicted_ms for row in plan.race if row.name != "planned"}
+    assert plan.predicted_ms == min(others.values()) == others[plan.winner]
 
 
 def test_the_best_of_all_options_is_found(parts):
@@ -203,9 +232,7 @@ def test_what_needs_more_than_predicted_may_be_rematerialized(tmp_path, keeps_ba
 
 
 def test_measuring_is_there_for_the_asking(tmp_path):
-    settings = settings_of(per_kind=1, quick=True, no_race=True, measure=True)
-    assert settings.measure is True
-    assert settings_of(per_kind=1, quick=True, measure=False).measure is None
+    settings = cfp.PlannerSettings(per_kind=1, race=False, measure=True)
 
     def step(w, x):
         return w - x.T @ (x @ w)
@@ -223,12 +250,6 @@ def test_measuring_is_there_for_the_asking(tmp_path):
 
 def test_when_time_is_over_one_program_is_compiled(tmp_path):
     how = {"mesh": make_mesh(SIZES), "cache_dir": tmp_path}
-    settings = cfp.PlannerSettings(seconds=0.0)
-    plan = cfp.plan(STEP, *ARGS, **how, settings=settings)
-    raced = {row.name: row for row in plan.race if row.time_ms is not None}
-    late = [row for row in plan.race if row.note == TOO_LATE]
-    assert [*raced] == [plan.winner] and late
-    # What there was no time for is no failure: with more time it races.
-    full = cfp.plan(STEP, *ARGS, **how)
-    assert not any(row.note == TOO_LATE for row in full.race)
-    assert {row.name for row in late} <= {r.name for r in full.race if r.samples_ms}
+    plan = cfp.plan(STEP, *ARGS, **how, settings=cfp.PlannerSettings(seconds=0.0))
+    compiled = [row.name for row in plan.race if row.note != NOT_RUN]
+    assert compiled == [plan.winner] and plan.peak_bytes

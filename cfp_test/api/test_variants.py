@@ -24,7 +24,8 @@ from cfp.solution import Estimate
 
 pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
 
-PRESET = {"preset": "data_parallel"}
+# A preset is not measured, but races.
+PRESET = {"preset": "data_parallel", "settings": cfp.PlannerSettings(measure=True)}
 ROWS = 512
 
 
@@ -125,7 +126,7 @@ class Clock:
             if context.settings.progress is not None:
                 context.settings.progress("estimating")
             ms = time_ms(context)
-            return Estimate(time_ms=ms, memory_bytes=1, fits=True, is_final=False)
+            return Estimate(time_ms=ms, fits=True)
 
         self._patch.setattr(turns, "estimate", estimate)
 
@@ -232,7 +233,9 @@ def test_without_a_race_predictions_decide(altered, monkeypatch, tmp_path):
     assert (found.name, is_raced(found)) == ("cube", False)
     assert times_of(found) == {"line": None, **predicted}
     with pytest.raises(CfpError, match="Have a race"):
-        cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path, settings=settings)
+        cfp.plan_fastest(
+            SHAPES, preset="data_parallel", cache_dir=tmp_path, settings=settings
+        )
 
 
 # ----------------------------------------------------- by estimates, in so much time
@@ -243,7 +246,10 @@ def estimating(monkeypatch, table, is_final=False):
 
     def say(context, analysis):
         time_ms, fits = table[BY_AXES[len(context.mesh.axis_names)]]
-        return Estimate(time_ms=time_ms, memory_bytes=1, fits=fits, is_final=is_final)
+        known = whole(context, analysis).profiles if is_final else None
+        return Estimate(time_ms=time_ms, fits=fits, profiles=known)
+
+    whole = turns.estimate
 
     monkeypatch.setattr(turns, "estimate", say)
 
@@ -436,7 +442,7 @@ def test_without_a_mesh_all_devices_are_planned_for(monkeypatch, tmp_path):
     assert plan.mesh_axes == (("x", 2), ("y", 4))
     assert [one.name for one in plan.figures.variants] == ["x=8", "x=2,y=4"]
     # With a preset it is one axis, and with a mesh that one.
-    preset = cfp.plan(step, *SHAPES[0].args, **PRESET, **how)
+    preset = cfp.plan(step, *SHAPES[0].args, **PRESET | how)
     assert preset.mesh_axes == (("x", 8),)
     given = cfp.plan(step, *SHAPES[0].args, mesh=SHAPES[0].mesh, **how)
     assert given.mesh_axes == (("x", 8),)

@@ -51,6 +51,7 @@ def test_mistakes_end_in_one_message(mistakes, golden):
 def saved_data(folder) -> dict:
     """Plans two meshes, each with two microbatches, and returns the command's JSON."""
     wanted = ["plan", PARTS, *FEW, "--mesh-shapes", "all", "--microbatches", "1,2"]
+    wanted.append("--measure")  # So they race.
     [outcome] = run_batch([[*wanted, "--json", "-o", "plan.json"]], folder)
     assert outcome.code == 0, outcome.err
     return json.loads(outcome.out)
@@ -96,6 +97,7 @@ def test_the_plan_runs_with_its_own_microbatches_only(saved_data, folder):
 
 def test_variants_are_shown_the_fastest_first(saved_data, folder):
     wanted = ["plan", PARTS, *FEW, "--mesh-shapes", "all", "--microbatches", "1,2"]
+    wanted.append("--measure")  # So they race.
     several, one, plain = run_batch(
         [wanted, ["plan", PARTS, *FEW, "--microbatches", "2"], ["plan", TOY, *FEW]],
         folder,

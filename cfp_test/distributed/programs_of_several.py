@@ -88,7 +88,13 @@ def main(folder: Path, fault: str) -> None:
     plan = cfp.plan(
         step, *shapes, mesh=mesh, preset="data_parallel", cache_dir=folder / "cache"
     )
-    measured = cfp.plan(step, *shapes, mesh=mesh, cache_dir=folder / "cache")
+    measured = cfp.plan(
+        step,
+        *shapes,
+        mesh=mesh,
+        cache_dir=folder / "cache",
+        settings=cfp.PlannerSettings(per_kind=1, others=0, measure=True),
+    )
     if (channel := open_channel()) is not None and channel.process == 0:
         assert channel.below("cfp") == {}, (
             "messages are deleted once all have read them"

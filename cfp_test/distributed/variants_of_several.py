@@ -65,7 +65,7 @@ def main(folder: str, place: str) -> None:
         variants,
         preset="data_parallel",
         cache_dir=folder,
-        settings=cfp.PlannerSettings(seconds=600.0),
+        settings=cfp.PlannerSettings(seconds=600.0, measure=True),
     )
     print("PLANNED", flush=True)
 

@@ -172,7 +172,7 @@ AROUND = {
     ("fp8.md", "-*/router"): (_ROUTER, ""),
     ("planning-ahead.md", "cfp.described"): (_STEP, ""),
     ("reading-plans.md", "step.jax"): (_STEP + _EXPORT, ""),
-    ("troubleshooting.md", "read_after_overwritten"): (_STEP, ""),
+    ("troubleshooting.md", "miscompile_reason"): (_STEP, ""),
     ("several-hosts.md", "cfp.join()"): (_STEP + _ALONE, _TRAIN),
 }
 # Of the blocks that run here those that take a preset, or plan little, are quick.

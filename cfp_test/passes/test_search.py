@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cfp.cost.costs import Costs
-from cfp.passes.search import _fastest, _smallest, search_as_compiled
+from cfp.passes.search import _smallest, search_as_compiled
 from cfp.presets.presets import presets
 from cfp.profiling.record import CompiledBytes
 from cfp.race.programs import less_memory
@@ -16,7 +16,6 @@ from cfp.search.guided import build_problem, estimate_options
 from cfp.search.solver import scale_memory, solve
 from cfp.settings import (
     ALL_DIMENSIONS,
-    PRESETS_BY_ESTIMATE,
     ConstraintLevel,
     Replacing,
 )
@@ -36,40 +35,6 @@ def found():
     given = {"per_kind": 2, "budget_bytes": None, "replacing": Replacing()}
     options = estimate_options(estimates, named, costs, **given)
     return analysis, named, build_problem(costs, options.problem.options, None)
-
-
-def test_presets_that_fit_race_before_faster_ones_that_do_not(found):
-    analysis, named, problem = found
-    known = {n: prediction_of(analysis, problem, c) for n, c in named.items()}
-    needs = {name: one.peak_bytes or 0 for name, one in known.items()}
-    times = {name: one.time_ms or 0.0 for name, one in known.items()}
-    free = _fastest(analysis, named, problem)
-    assert len(free) == PRESETS_BY_ESTIMATE
-    best = sorted(times.values())[:PRESETS_BY_ESTIMATE]
-    assert sorted(times[n] for n in free) == best
-    budget = max(needs[name] for name in free) - 1
-    small = [name for name in named if needs[name] <= budget]
-    assert len(small) >= PRESETS_BY_ESTIMATE
-    tight = _fastest(analysis, named, replace(problem, budget_bytes=budget))
-    assert tight.keys() <= {*small}
-    best = sorted(times[n] for n in small)[:PRESETS_BY_ESTIMATE]
-    assert sorted(times[n] for n in tight) == best
-
-
-def test_of_equally_fast_presets_the_smaller_ones_race_within_a_budget(found):
-    analysis, named, problem = found
-    plenty = replace(problem, budget_bytes=2**40)
-    flat = tuple(
-        tuple(replace(option, time_ms=1.0) for option in options)
-        for options in plenty.options
-    )
-    plenty = replace(plenty, options=flat, edge_ms={}, far_ms={})
-    known = {n: prediction_of(analysis, plenty, c) for n, c in named.items()}
-    needs = {name: one.peak_bytes or 0 for name, one in known.items()}
-    kept = _fastest(analysis, named, plenty)
-    assert (
-        sorted(needs[n] for n in kept) == sorted(needs.values())[:PRESETS_BY_ESTIMATE]
-    )
 
 
 def test_a_prediction_has_time_and_memory_or_nothing(found):

@@ -9,9 +9,10 @@ import pytest
 
 from cfp.errors import CfpError
 from cfp.profiling.hlo import (
+    _read_too_late,
     compile_right,
     miscompile_reason,
-    read_after_overwritten,
+    modules_in,
 )
 
 GEMM = (
@@ -45,6 +46,11 @@ NORM = textwrap.dedent("""
       ROOT %t = f32[8,4]{1,0} tanh(%p)
     }
 """)
+
+
+def read_after_overwritten(text: str) -> str | None:
+    """The first late read of modules that may lack computations."""
+    return next(filter(None, map(_read_too_late, modules_in(text))), None)
 
 
 def test_a_product_is_added_in_place_to_what_is_read_again():

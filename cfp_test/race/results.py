@@ -13,4 +13,4 @@ def result_of(
     """Outcome of a candidate, by a record of it."""
     job: Any = None
     program = RaceProgram(candidate=candidate, job=job)
-    return RaceResult(program=program, outcome=record, fits=fits)
+    return RaceResult(program=program, record=record, size=record.size, fits=fits)

@@ -20,6 +20,7 @@ from cfp.race.compile import (
     EARLIER_RUN,
     Answer,
     answer_to,
+    choice_digest,
     keep_answer,
     known_to_fit,
 )
@@ -238,9 +239,9 @@ def test_what_lost_a_race_with_its_options_is_no_news_to_its_answer(known, tmp_p
     asked = ProfileKey((("what", "the programs of a race"),))
     with ProfileStore(tmp_path / "answers.sqlite") as store:
         for raced, old in (([lost], []), ([], [("data_parallel", OPTION)])):
-            keep_answer(asked, store, "", (10.0, 10.0, 10.0), raced)
-            answer = replace(answer_to(asked, store), ended=FIRST)
-            assert (answer.known, answer.time_ms) == ("", 10.0)
+            answer = Answer("", 10.0, FIRST, tuple(map(choice_digest, raced)))
+            keep_answer(asked, store, answer)
+            assert answer_to(asked, store) == answer
             assert found(10, answer) == old
         store.put(replace(store.get(asked.digest), choice="[]"), replace=True)
         assert answer_to(asked, store) is None

@@ -97,7 +97,9 @@ def overwriting(weights, x, y):
 
 def planned(step, args, mesh, cache, preset="fully_sharded", **options):
     """A plan from a race of one, if a preset is named."""
-    settings = DetailedSettings(per_kind=1, in_context=False)
+    settings = DetailedSettings(
+        per_kind=1, in_context=False, measure=True if preset else None
+    )
     options |= {"preset": preset, "settings": settings}
     return cfp.plan(step, *args, mesh=mesh, cache_dir=cache, **options)
 

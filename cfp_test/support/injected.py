@@ -40,7 +40,7 @@ def measure(run: Any, timing: TimingOptions, **options: object) -> Timing:
     So what a program donates is fed back to it, and what cannot run fails.
     """
     run(2)
-    samples_ms = (time_ms(run._compiled),) * timing.min_samples
+    samples_ms = (time_ms(run.compiled),) * timing.min_samples
     return Timing(samples_ms=samples_ms, warmup_ms=())
 
 

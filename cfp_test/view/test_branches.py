@@ -63,6 +63,8 @@ def test_both_branches_of_a_flag_are_timed(
     monkeypatch.setattr(turns, "run", as_computed)
     args, mesh = (jnp.eye(16), flag, jnp.ones((32, 16))), make_mesh((("x", 2),))
     how = {"mesh": mesh, "cache_dir": tmp_path, "quiet": True}
+    settings = cfp.PlannerSettings(measure=True)
+    how |= {"preset": "data_parallel", "settings": settings}
     plan = cfp.plan(step, *args, **how)
     [winner] = [row for row in plan.race if row.name == plan.winner]
     assert dict(winner.flag_ms) == {f"refresh={n}": ms for n, ms in times.items()}

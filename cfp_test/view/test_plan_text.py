@@ -107,7 +107,16 @@ GAINS = Figures(
     )
 )
 EXACT = replace(PLAIN, measured_ms=75.3044, figures=GAINS)
-ROUGH = searched(EXACT, strategies_estimated=4)
+VIRTUAL = searched(
+    replace(
+        EXACT,
+        measured_ms=None,
+        race=(),
+        rung="estimated",
+        environment={"platform": "cpu"},
+    ),
+    strategies_estimated=4,
+)
 WIDE = [wide_row(segment, place) for segment in range(50) for place in range(30)]
 
 SHORT = {
@@ -172,11 +181,11 @@ SHORT = {
     "a variant too late": searched(among(*LATE[:2]), planning_seconds=107.7),
     "variants too late": searched(among(*LATE), planning_seconds=107.7),
     "measured exactly": EXACT,
-    "measured in one turn": ROUGH,
-    "measured in one turn before": searched(
-        replace(ROUGH, measured_ms=1234.5), race_cached=1.0
+    "measured before": searched(replace(EXACT, measured_ms=1234.5), race_cached=1.0),
+    "estimated on virtual devices": VIRTUAL,
+    "estimated, verified": searched(
+        replace(VIRTUAL, measured_ms=75.3, rung="measured"), **{VERIFIED: 1.0}
     ),
-    "measured in one turn, verified": searched(ROUGH, **{VERIFIED: 1.0}),
     "wishes left out": searched(PLAIN, constraints_left_out=1),
 }
 

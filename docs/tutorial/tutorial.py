@@ -134,9 +134,9 @@ for number in (0, 20, 40, 60, 79):
 #
 # `cfp.plan` takes the step, its arguments as arrays or as shapes, and a mesh. It
 # looks for the fastest way to shard the step that fits into the devices' memory, and
-# lets the best ones race. With all parameters on every device the step needs 13 MiB
-# of each; so that there is something to decide, we say that a virtual device has 12.
-# Planning takes half a minute here, most of it compiling.
+# on GPUs lets the best ones race. With all parameters on every device the step needs
+# 13 MiB of each; so that there is something to decide, we say that a virtual device
+# has 12. Planning takes some seconds here, most of it compiling.
 
 # %%
 mesh = jax.make_mesh((len(devices),), ("x",), devices=devices)
@@ -159,12 +159,10 @@ print(plan)
 #
 # - Time and memory of a step on each device, and the work that is done in it. A plan
 #   for GPUs is measured. On virtual devices, whose times say nothing about GPUs,
-#   choices are made by estimates, and only the race at the end is timed; predicted
-#   and measured times may then differ several times over.
+#   choices are made by estimates, and the plan is compiled, to see that it fits.
 # - *chosen* says why it is this plan, and which came second. On GPUs the presets
 #   (data parallel, ZeRO, fully sharded, tensor parallel and others) that may be fast
-#   enough race, too; on virtual devices their two best by estimate. A plan is never
-#   slower than a preset in its race.
+#   enough race, too. A plan is never slower than a preset in its race.
 # - *segments* are the parts of the model: the two blocks are alike, and share one
 #   line. Each product is named by its weight, with what the axis `x` splits in
 #   it: its `rows` (the batch: that is data parallelism), its `columns`, or the

@@ -28,7 +28,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from cfp.profiling.store import cache_dir
+from cfp.profiling.files import cache_dir
 
 PASS, FAIL, ABSENT = "PASS", "FAIL", "ABSENT"
 # The oldest drivers that CUDA's libraries of each major version load with (NVIDIA's

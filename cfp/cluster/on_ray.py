@@ -22,8 +22,9 @@ from jax.sharding import AbstractMesh, Mesh
 from cfp.context import DetailedSettings, PlannerSettings
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
+from cfp.profiling.files import cache_dir
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.store import ProfileStore, cache_dir, store_path
+from cfp.profiling.store import ProfileStore, store_path
 from cfp.profiling.tasks import is_late
 
 LOCAL = "local"

@@ -33,9 +33,9 @@ from cfp.errors import PlanMismatch
 from cfp.kernels.kinds import resolved
 from cfp.printable import counted
 from cfp.profiling.builder import BuildEnvironment, Built, Job
+from cfp.profiling.files import make_private_folder, open_private
 from cfp.profiling.hlo import compile_right
 from cfp.profiling.record import GPU_PLATFORMS, UNTUNED, environment_parts
-from cfp.profiling.store import make_private_folder, open_private
 from cfp.program.calling import has_fixed, released
 from cfp.program.constrain import Constraints, constrain, misfit, uneven
 from cfp.program.dispatch import Dispatch, Look

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, Sharding
 from jax.tree_util import tree_leaves
 
 from cfp.profiling.coordination import Said, leading
+from cfp.profiling.files import make_private_folder
 from cfp.profiling.hlo import collectives_in, compile_right
 from cfp.profiling.record import (
     GPU_PLATFORMS,
@@ -30,7 +31,6 @@ from cfp.profiling.record import (
     ProfileRecord,
     Status,
 )
-from cfp.profiling.store import make_private_folder
 from cfp.profiling.tasks import Task
 from cfp.program.constrain import Constraints
 from cfp.program.fp8 import options_of

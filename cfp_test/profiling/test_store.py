@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from cfp.errors import CfpError
+from cfp.profiling.files import cache_dir
 from cfp.profiling.record import Collective, ProfileKey, ProfileRecord, Status
-from cfp.profiling.store import ProfileStore, cache_dir
+from cfp.profiling.store import ProfileStore
 
 
 def make(name: str, *, value: float = 1.0, status: Status = "ok") -> ProfileRecord:

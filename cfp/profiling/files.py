@@ -1,0 +1,97 @@
+"""Files and folders that only their owner may read or write, and locks on files.
+
+Measurements decide compiler options, and contain file names and programs of a user. So
+other users of the machine can neither read the cache nor write to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from cfp.errors import CfpError
+
+_FOLDER_MODE = 0o700
+_FILE_MODE = 0o600
+# In C from end to end: an interrupt in a function of Python would lose the open file.
+_opener = partial(os.open, mode=_FILE_MODE)
+
+
+def cache_dir() -> Path:
+    """`$CFP_CACHE_DIR`, else `$XDG_CACHE_HOME/cfp`, else `~/.cache/cfp`.
+
+    Raises:
+      CfpError: none of them says where.
+    """
+    if chosen := os.environ.get("CFP_CACHE_DIR"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification has relative paths ignored.
+    if os.path.isabs(base):
+        return Path(base) / "cfp"
+    try:
+        return Path.home() / ".cache" / "cfp"
+    except RuntimeError as error:  # The user has no entry in the password database.
+        raise CfpError(
+            "There is no home directory for the profile cache. Set CFP_CACHE_DIR to a "
+            "directory that can be written."
+        ) from error
+
+
+def make_private_folder(path: Path) -> None:
+    """Makes a folder of mode 0700 if it is missing.
+
+    Missing folders above it get the usual mode; existing folders stay.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=_FOLDER_MODE, exist_ok=True)
+
+
+def open_private(path: Path, mode: str) -> IO[Any]:
+    """Opens a file to write; if it is new only its owner may read it."""
+    return open(path, mode, opener=_opener)
+
+
+def make_private(path: Path) -> None:
+    """Makes an empty private file, or makes an existing file private.
+
+    An existing file is not opened: closing it would release this process's locks on it,
+    which SQLite needs.
+    """
+    try:
+        open_private(path, "xb").close()
+    except FileExistsError:
+        # Another user's, and one on a file system without modes, stays as it is.
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                path.chmod(_FILE_MODE)
+
+
+# ------------------------------------------------------------------------------- locks
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+
+
+@contextlib.contextmanager
+def locked(path: Path, waits: bool = True) -> Iterator[bool]:
+    """Locks a private file, while the body runs, for this opener alone.
+
+    Yields False if another opener has it, and this one does not wait. Where there are
+    no file locks (some network file systems) it does nothing.
+    """
+    is_ours = True
+    with open_private(path, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except BlockingIOError:
+            is_ours = False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        yield is_ours

@@ -1,1 +1,1 @@
-"""Checks of results and step times under a plan, against one device."""
+"""Checks of a plan: its results against one device, and its step times."""

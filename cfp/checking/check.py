@@ -1,14 +1,14 @@
-"""Checks a plan's steps against the same steps as written.
+"""Compares results of a plan's steps with the same steps without the plan.
 
-The reference runs on one device, without sharding. If one device has no room, a preset
-shards it over all devices, in another way than the plan. If the step's code names
-several devices, it runs on all of them with whole arguments.
+The reference runs on one device, without sharding. If it does not fit there, a preset
+shards it over all devices, differently from the plan. If the step's code names several
+devices, it runs on all of them with unsharded arguments.
 
 Both sides compute in float32 at least, with the highest precision of matrix products,
-so that only the order of sums differs. The check measures the effect of rounding: the
-reference runs every step again from arguments that differ in their last bit. If the
-plan's kernels compute in less than float32, the plan's step runs again with the last
-bits of their operands and results moved.
+so that only the order of sums differs. The check measures the effect of rounding: it
+repeats the reference's step with arguments changed in their last bit. If kernels of the
+plan compute in less than float32, it repeats the plan's step instead, with the last
+bits of the kernels' operands and results changed.
 """
 
 from __future__ import annotations
@@ -52,34 +52,31 @@ from cfp.settings import ConstraintLevel
 
 FULL_TOLERANCE = 1e-5
 LOW_TOLERANCE = 1e-2
-# Of steps that compute in float64 throughout.
+# For steps that compute in float64 throughout.
 DOUBLE_TOLERANCE = 1e-12
 
-# Whatever is asked for, and whatever rounding does: a leaf of zeros is off by 1.
+# Largest distance that may ever pass; a leaf of zeros has distance 1.
 MOST_ALLOWED = 0.5
 
-# An optimizer that divides gradients by their own size makes large what was rounding:
-# where a gradient is all but zero, no two orders of summation agree. So a leaf may be
-# off by this many times what the last bit of the arguments does to it.
+# Allowed multiple of the distance that last-bit changes of the arguments cause.
+# Optimizers that divide gradients by their size amplify rounding: with gradients near
+# zero, no two orders of summation agree.
 ROUNDING_MARGIN = 10.0
 
-# Where kernels compute in less, a leaf may be off by so many times what half of the
-# last bit of all that they read and return does to it: they round by up to as much.
-# decisions.md, "Rounding is measured where it happens".
+# The same if kernels compute in less than float32, for changes of half a last bit in
+# their operands and results. decisions.md, "Rounding is measured where it happens".
 NARROW_MARGIN = 2.0
 
-# What is nothing but rounding may be larger or smaller by as much: the gradient of a
-# bias before a normalization, which is zero, was 11 times as large on four devices.
+# Allowed ratio of norms of a leaf that consists of rounding. The gradient of a bias
+# before a normalization is zero, and was 11 times as large on four devices.
 SIZE_MARGIN = 100.0
 
-# Where a step hardly changes a leaf of the state, it may be off by less: by this many
-# times the tolerance, of the change. Otherwise a small step would hide what it does
-# wrong.
+# If a step changes a leaf little, the allowed distance is the tolerance times this
+# times the relative change. Otherwise a small step would hide its errors.
 CHANGE_MARGIN = 1000.0
 
-# From how many arguments in their neighbourhood rounding is measured, at most, before a
-# check fails. Where it is one number of a leaf that varies, one try may happen to be a
-# hundred times too small.
+# Most repetitions to measure rounding before a check fails. If a single number of a
+# leaf varies, one repetition may measure a hundredth of the effect.
 NUDGES = 16
 
 _MOST_SHOWN = 5
@@ -89,18 +86,17 @@ _MOST_SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """A leaf of a step's results under a plan, beside the reference's.
+    """Comparison of a leaf of a step's results with the reference's leaf.
 
     Attributes:
-        relative_l2: distance to the reference, relative to its norm.
+        relative_l2: L2 distance to the reference, divided by the reference's norm.
         size: L2 norm under the plan; numbers that are not finite count as 0.
-        rounding: root mean square distance of results for arguments with other last
-            bits, over several tries: of the reference's results, or of the plan's if
-            its kernels compute in less. 0 without tries.
-        change: distance to the state before the step; 0 for results that are no state.
-        norms: L2 norms of the reference, and of the runs with other last bits.
+        rounding: root mean square relative distance between usual results and those of
+            repetitions with other last bits; 0 without repetitions.
+        change: relative distance to the state before the step; 0 if not state.
+        norms: L2 norms of the reference, and of the repetitions.
         tolerance: distance that passes in a leaf that steps change enough.
-        margin: allowed multiple of the effect of rounding.
+        margin: allowed multiple of `rounding`.
     """
 
     path: str
@@ -118,21 +114,21 @@ class Leaf:
 
     @property
     def allowed(self) -> float:
-        """The allowed distance, less than that of a leaf of zeros."""
+        """The allowed relative distance, at most `MOST_ALLOWED`."""
         share = min(1.0, CHANGE_MARGIN * self.change) or 1.0
         return min(max(self.tolerance * share, self._noise), MOST_ALLOWED)
 
     @property
     def is_far(self) -> bool:
-        """True if the leaf is further off than allowed; a not-a-number is."""
+        """True if the distance exceeds the allowed one, or is NaN."""
         return not self.relative_l2 <= self.allowed
 
     @property
     def is_undecided(self) -> bool:
-        """True if rounding alone decides a leaf, and it is about as large as it was.
+        """True for a leaf that consists of rounding, and has about the usual norm.
 
-        Such as the moments of a parameter whose gradient is zero: there is nothing to
-        compare but their size.
+        For example the moments of a parameter whose gradient is zero: only their norm
+        can be compared.
         """
         if not (self.is_far and self.norms and self._noise >= MOST_ALLOWED):
             return False
@@ -140,25 +136,25 @@ class Leaf:
         return least <= self.size <= most
 
     def with_try(self, near: Leaf) -> Leaf:
-        """The leaf, after one more result whose arguments differ in their last bits.
+        """Returns the leaf with one more repetition counted in `rounding` and `norms`.
 
         Args:
-            near: that result, beside the usual one of the same side.
+            near: comparison of the repetition with the usual result of the same side.
         """
         tries = len(self.norms)  # The first norm is the reference's.
-        # In terms of the reference's size: else a result that is wrong, and nothing but
-        # rounding, would be taken for one of which nothing else can be expected.
+        # Relative to the reference's norm. Otherwise a wrong result that consists of
+        # rounding would excuse itself.
         off = near.relative_l2 * (near.norms[0] or 1.0) / (self.norms[0] or 1.0)
         rounding = hypot(self.rounding * sqrt(tries - 1), off) / sqrt(tries)
         return replace(self, rounding=rounding, norms=(*self.norms, near.size))
 
 
 class Differences(list[Leaf]):
-    """Differences of all leaves, the largest first; its text has the largest few.
+    """Comparisons of all leaves, the largest distance first; `str` lists the largest.
 
     Attributes:
-        rounded: the leaves furthest from the step without FP8, by path: state relative
-            to the step's change, other results relative to their norm.
+        rounded: effect of FP8: {path: distance to the step without FP8} of the furthest
+            state leaf (relative to its change) and other leaf (relative to its norm).
     """
 
     def __init__(
@@ -171,15 +167,12 @@ class Differences(list[Leaf]):
 
     @property
     def failures(self) -> list[Leaf]:
-        """The leaves that are further off than they may be."""
+        """Leaves whose distance exceeds the allowed one, except undecided leaves."""
         return [leaf for leaf in self if leaf.is_far and not leaf.is_undecided]
 
     @property
     def nearest(self) -> Leaf | None:
-        """The leaf nearest to its limit, or furthest beyond.
-
-        Leaves that rounding alone decides do not count.
-        """
+        """The leaf nearest to its limit, or furthest beyond; None if all undecided."""
         decided = [leaf for leaf in self if not leaf.is_undecided]
         return max(decided, key=lambda x: x.relative_l2 / x.allowed, default=None)
 
@@ -190,12 +183,12 @@ class Differences(list[Leaf]):
         return "\n".join(["Relative L2 distances, the largest first:", *lines])
 
 
-# Results of whole models are tens of gigabytes: they stay on the devices, and one
-# number of each leaf comes back.
+# Results of whole models are tens of gigabytes: they stay on the devices, and only
+# norms come to the host.
 
 
 def compare(found: Any, expected: Any) -> Differences:
-    """Computes relative L2 distances of all leaves, largest first; NaN is infinite.
+    """Compares trees leaf by leaf; a NaN in only one of them gives distance infinity.
 
     Raises:
         ValueError: structures or shapes differ.
@@ -217,7 +210,7 @@ def compare(found: Any, expected: Any) -> Differences:
                 f"results of different shapes cannot be compared: {name} is "
                 f"{one.shape}, and {other.shape} expected"
             )
-        # One after another: what is moved to be compared is let go of at once.
+        # One leaf at a time, so that moved copies are released at once.
         with jax.enable_x64(True):
             figures = _measured(*brought_together(one, other))
         distance, size, norm = map(float, figures)
@@ -232,20 +225,18 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 
 def brought_together(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Puts two arrays on the same devices, those of the sharded one.
+    """Moves two arrays to the same devices: to the sharded array's.
 
-    JAX splits an array of one device by copies between devices, but joins parts through
-    the host.
+    JAX splits an array by copies between devices, but joins shards through the host.
     """
     if other.sharding.num_devices == 1:
         return one, jax.device_put(other, one.sharding)
     return jax.device_put(one, other.sharding), other
 
 
-# One program for both: it is compiled for each shape.
 @jax.jit
 def _measured(have: jax.Array, want: jax.Array) -> tuple[jax.Array, ...]:
-    """Computes the relative L2 distance of two arrays, and the L2 norm of each."""
+    """Returns (relative L2 distance, norm of `have`, norm of `want`)."""
     a, b = _in_double(have), _in_double(want)
     same = jnp.isfinite(b) | (a == b) | (jnp.isnan(a) & jnp.isnan(b))
     error, size, norm = (
@@ -258,7 +249,7 @@ def _measured(have: jax.Array, want: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _in_double(x: jax.Array) -> jax.Array:
-    """An array in 64 bits, in which no square of a float32 overflows."""
+    """Casts to float64 or complex128, in which no square of a float32 overflows."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     return x.astype(jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64)
@@ -269,20 +260,19 @@ def _in_double(x: jax.Array) -> jax.Array:
 
 @dataclass
 class Check:
-    """A plan's steps and a reference's, each from where the last one left off there.
+    """Runs a plan's step and a reference's step in turn, and compares their results.
 
-    Both sides start every step from the reference's state, so that what a step does is
-    not mixed up with what became of earlier roundings. Between runs that state and the
-    reference's results are in the host's memory: beside them a model that just fits
-    could not be checked.
+    Both sides start every step from the reference's state, so that rounding of earlier
+    steps does not add up. Between runs, that state and the reference's results are in
+    host memory: a model that just fits the devices can be checked.
 
     Attributes:
         planned: the step under a plan.
-        reference: the step to compare it with.
-        feedback: for each argument that is state the result that replaces it; None
-            for all of it.
+        reference: the step to compare with.
+        feedback: {state argument: index of the result that replaces it}; index None is
+            the whole result.
         agree: makes an answer the same in all processes that run the check.
-        given_tolerance: in place of the one for what the plan's step computes in.
+        given_tolerance: the user's tolerance; None for the default.
     """
 
     planned: CompiledStep
@@ -301,16 +291,16 @@ class Check:
         return LOW_TOLERANCE if self.planned.narrow else usual
 
     def start(self, args: Sequence[Any]) -> None:
-        """Copies the arguments, which the plan's step is about to overwrite."""
+        """Copies the arguments to host memory, since later steps may overwrite them."""
         self._args = list(args)
-        # One after another: of all that is copied a device has one leaf at a time.
+        # One leaf at a time: a device never holds a copy of the whole state.
         self._args = self._each(lambda leaf: in_host(fresh(self._on_reference(leaf))))
 
     def step(self, tell: Callable[[str], None] = lambda _: None) -> Differences:
-        """Runs a step on both sides.
+        """Runs a step on both sides, and compares the results.
 
-        If a leaf exceeds the tolerance, rounding is measured until it explains the
-        difference, as the mean square of few tries may be far too small.
+        If a leaf exceeds its allowed distance, rounding is measured by up to `NUDGES`
+        repetitions, or until rounding explains the difference.
 
         Args:
             tell: called with a text about each run.
@@ -327,7 +317,7 @@ class Check:
             replace(leaf, change=changes.get(leaf.path, 0.0), **how)
             for leaf in compare(usual, expected)
         ]
-        # The runs to come are of the side that rounds most.
+        # Rounding is measured on the plan's side if its kernels round more.
         usual = in_host(usual) if self.planned.perturbed else expected
         for seed in range(NUDGES):
             if self.agree(not Differences(made).failures):
@@ -341,12 +331,12 @@ class Check:
 
     @cached_property
     def _noisy(self) -> CompiledStep:
-        """The step that tells what rounding does."""
+        """The step to repeat with other last bits."""
         perturbed = self.planned.perturbed
         return perturbed().compile() if perturbed else self.reference.step
 
     def _changes(self, expected: Any) -> dict[str, float]:
-        """Distances by which a step moves the state, by path in its result."""
+        """Relative change of each state leaf by a step, by path in its result."""
         changes = {}
         for position, place in self.feedback.items():
             folder = "" if place is None else f"{place}/"
@@ -357,7 +347,7 @@ class Check:
     def _rounded(
         self, expected: Any, changes: Mapping[str, float], tell: Callable[[str], None]
     ) -> dict[str, float]:
-        """The largest distances from the step without FP8: of state, and of others."""
+        """Computes `Differences.rounded`; {} without FP8."""
         if (plain := self.reference.unrounded) is None:
             return {}
         tell("running the step without FP8")
@@ -369,17 +359,17 @@ class Check:
         return dict(largest.values())
 
     def _results(self, step: CompiledStep, change: Callable[[Any], Any]) -> Any:
-        """Results of a step for arguments like these, each where the step has it."""
+        """Runs a step with arguments changed by `change`, and returns its results."""
         shardings = iter(step.in_shardings)
-        # One after another: a whole state beside the changed one would leave its memory
-        # in two parts, and neither may have room for what the step needs at once.
+        # One leaf at a time: a second copy of the state would split free memory, and
+        # neither part may have room for the step.
         args = self._each(lambda leaf: put(change(on_device(leaf)), next(shardings)))
         made = fixed(step(*args))
         is_here = all(leaf.is_fully_addressable for leaf in tree_leaves(made))
         return made if is_here else jax.tree.map(self._on_reference, made)
 
     def _on_reference(self, leaf: Any) -> jax.Array:
-        """An array whole where the reference runs, unless that is sharded."""
+        """The unsharded array on the reference's device, if that is a single one."""
         devices = self.reference.step.out_shardings[0].device_set
         if len(devices) > 1:
             return jnp.asarray(leaf)
@@ -388,7 +378,7 @@ class Check:
         return fetch(leaf, device) if is_array else jax.device_put(leaf, device)
 
     def _each(self, change: Callable[[Any], Any]) -> list[Any]:
-        """Changes the leaves of the arguments that are not static."""
+        """Applies a function to all leaves of the arguments that are not static."""
         static = {key for key, _ in self.reference.step.step.static}
         return [
             a if i in static else released(jax.tree.map(change, fixed(a)))
@@ -397,26 +387,23 @@ class Check:
 
 
 def fresh(leaf: jax.Array) -> jax.Array:
-    """Copies an array to memory of its own, in float32 at least.
-
-    A moved array may share memory that a step is about to overwrite.
-    """
+    """Copies an array, in float32 at least; a moved array may share donated memory."""
     return with_dtype(jnp.copy(on_device(leaf)), wide_dtype(leaf.dtype))
 
 
 @jax.jit
 def nudge(x: jax.Array, seed: int = 0) -> jax.Array:
-    """Moves every float of an array one bit up or down, at random."""
+    """Changes every float's last bit, up or down at random; other types stay."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
-    # JAX's own generator takes long to compile.
+    # The default generator takes long to compile.
     key = jax.random.key(seed, impl="rbg")
     signs = jax.random.rademacher(key, x.shape, x.dtype)
     return (x * (1 + signs * jnp.finfo(x.dtype).eps)).astype(x.dtype)
 
 
 def feed_back(args: list[Any], result: Any, feedback: Mapping[int, int | None]) -> None:
-    """Puts what a step returned in place of the arguments that are state."""
+    """Replaces state arguments by a step's results, in place; see `Check.feedback`."""
     for position, place in feedback.items():
         args[position] = _part(result, place)
 
@@ -427,15 +414,14 @@ def _part(result: Any, place: int | None) -> Any:
 
 # ---------------------------------------------------------------------- the reference
 
-# Presets of which a device holds part of the parameters and of the activations, the one
-# that needs the least memory first.
+# Presets that shard both parameters and activations, by memory, least first.
 _FRUGAL = (
     "fully_sharded",
     "tensor_sequence_parallel",
     "tensor_parallel",
     "expert_parallel",
 )
-# In place of a preset: a step that shards nothing but what its own code does.
+# In place of a preset's name: only the step's own code shards.
 AS_WRITTEN = "as written"
 
 
@@ -444,7 +430,7 @@ class Reference:
     """A compiled step to compare a plan's with.
 
     Attributes:
-        step: in float32, or in float64 if the step computes so.
+        step: computes in float32, or in float64 if the original does.
         preset: preset of its shardings, or `AS_WRITTEN`; "" on one device.
         unrounded: the same step without FP8; None without FP8, or on several devices.
     """
@@ -455,7 +441,7 @@ class Reference:
 
 
 def reference_text(preset: str) -> str:
-    """Names a reference: ``one device``, or by its preset."""
+    """Describes a reference for messages, such as "one device"."""
     if preset == AS_WRITTEN:
         return "the step as written on the same devices"
     return f"the preset {preset}" if preset else "one device"
@@ -467,24 +453,21 @@ def both_sides(
     tell: Callable[[str], None] = lambda _: None,
     agree: Callable[[bool], bool] = bool,
 ) -> tuple[CompiledStep, Reference]:
-    """Compiles a plan's step, with the plan's compiler options, and its reference.
-
-    Both compute in float32, or in float64 if the step does.
+    """Compiles a plan's step and its reference in float32, or float64 if used.
 
     Args:
         plan: bound to its step, on its mesh.
-        compiled: the plan's step if it computes in float32 at least, with precise
-            products.
+        compiled: the plan's compiled step; reused if it has wide types already.
         tell: called with a text about long work.
         agree: makes an answer the same in all processes of the mesh.
 
     Raises:
-        CfpError: neither one device nor all of them have room for the check.
+        CfpError: no reference fits in memory.
     """
     step, mesh = plan.step, plan.mesh
     assert step is not None and mesh is not None
     device = mesh.local_devices[0]
-    # With the plan's memory limit, too: in wider types more is rematerialized for it.
+    # Keeps the plan's memory limit: in wider types, XLA rematerializes more.
     lowered = plan.lower(wide=True, unwidened=compiled, environment=None)
     needs, limit = [], room_of(device)
     with CompilePool(default_threads(device.platform)) as pool:
@@ -502,23 +485,23 @@ def both_sides(
             size = f"about {format_bytes(need)}" if need else "too much"
             needs.append(f"{size} for {reference_text(name)}")
     raise CfpError(
-        "There is no room for the check, which runs the step as written, "
-        f"beside its state: needed {'; or '.join(needs)}, got {format_bytes(limit)}. "
-        "Set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92, with which JAX takes more of "
-        "a GPU; check a smaller model or batch; or leave out --check."
+        "There is no room for the check, which also runs the step without the plan: "
+        f"needed {'; or '.join(needs)}, got {format_bytes(limit)}. "
+        "Set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92, so that JAX uses more of a GPU's "
+        "memory; check a smaller model or batch; or leave out --check."
     )
 
 
 def _references(
     plan: Plan, step: FlatStep, mesh: Mesh
 ) -> Iterator[tuple[str, LoweredStep]]:
-    """Yields references by name, in order.
+    """Yields (name, reference) in order of preference.
 
     First the step on one device, or as written on the devices that its code names. Then
-    presets that shard arguments in another way, the one of least memory first; those
-    that shard most of them alike come last.
+    presets that shard arguments differently from the plan, least memory first. Presets
+    that shard most arguments like the plan come last.
     """
-    # A step that fits one device by a memory limit is compared on it with the same.
+    # A plan for one device may need its memory limit; so does the reference then.
     limits = {name: v for name, v in plan.options.items() if name == MEMORY_SHARE}
     name, alone = "", _mesh_of(mesh.local_devices[0])
     try:
@@ -545,7 +528,7 @@ def _references(
 
 
 def _unless_too_large(lowered: LoweredStep) -> CompiledStep | None:
-    """Compiles a step; None if the compiler says that it cannot fit."""
+    """Compiles a step; None if the compiler runs out of memory."""
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -555,10 +538,10 @@ def _unless_too_large(lowered: LoweredStep) -> CompiledStep | None:
 
 
 def needed_bytes(planned: CompiledStep, reference: CompiledStep) -> int:
-    """Computes the memory of a device for the larger program; 0 if it is not known.
+    """Bytes per device for the larger program; 0 if unknown.
 
-    The programs run one after the other. Arguments and results of the other program are
-    in host memory, or on the devices of several processes.
+    The programs run in turn. The reference's arguments and results are then in host
+    memory, or stay on the devices if several processes hold them.
     """
     sizes = [compiled_bytes(step.compiled) for step in (planned, reference)]
     shardings = (*reference.in_shardings, *reference.out_shardings)
@@ -568,7 +551,7 @@ def needed_bytes(planned: CompiledStep, reference: CompiledStep) -> int:
 
 
 def room_of(device: Any) -> int:
-    """Memory of a device, in bytes; 0 if it does not say."""
+    """Memory limit of a device, in bytes; 0 if unknown."""
     return (device.memory_stats() or {}).get("bytes_limit", 0)
 
 
@@ -584,7 +567,7 @@ def _mesh_of(device: Any) -> Mesh:
 def _lower_whole(
     step: FlatStep, mesh: Mesh, options: Mapping[str, str] | None = None
 ) -> LoweredStep:
-    """Lowers a step for a mesh, with its arguments and results whole on each device."""
+    """Lowers a step for a mesh, with arguments and results replicated."""
     results = tree_leaves(step.traced.out_info)
     ins, outs = ([((),) * len(x.shape) for x in of] for of in (step.avals, results))
     nothing = Constraints({}, {})

@@ -1,8 +1,8 @@
-"""Compares each replaced part of a plan with the part as written, on the devices.
+"""Compares each part of a step that a kernel replaces with the original, on devices.
 
-A proof comes before a replacement (:mod:`cfp.attention.matching`). This check is for
-faults in the proof, in XLA and in the kernels. A part that is the same in several
-layers is checked once, and a part that the store knows is not checked again.
+A replacement is proved first (:mod:`cfp.attention.matching`). This check finds faults
+in the proof, in XLA and in the kernels. A part that several layers share is checked
+once, and passing results are stored.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from cfp.program.graph import Program
 from cfp.program.trace import planning_mesh
 from cfp.program.widen import Written, wide_dtype, written
 
-_SCALES = (1.0, 0.1)  # Of the numbers that are drawn.
-_ROUNDINGS = 8  # Of queries' gradients, say: weights, output, and what follows of both.
+_SCALES = (1.0, 0.1)  # Standard deviations of random inputs.
+_ROUNDINGS = 8  # Allowed roundings of a kernel, such as of weights and output.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteCheck:
-    """The comparison of one replaced part.
+    """Comparison of one replaced part; its text is a message for the user.
 
     Attributes:
-        source: source line of the part.
-        off: the largest error, as a share of the allowed one.
-        reason: reason why the part was not compared; "" if it was.
+        source: file and line of the part in the step.
+        kernel: name of the replacing kernel.
+        off: largest error, relative to the allowed error.
+        reason: why the part was not compared; "" if it was.
     """
 
     name: str
@@ -55,17 +56,17 @@ class SiteCheck:
 
     @property
     def is_wrong(self) -> bool:
-        """True if more than rounding lies between both."""
+        """True if the error exceeds the allowed one, or is NaN."""
         return not self.off <= 1
 
 
 def check_sites(
     context: PlanContext, program: Program, constraints: Constraints
 ) -> list[SiteCheck]:
-    """Compares the replaced parts of a plan: results and gradients.
+    """Compares results and gradients of a plan's replaced parts for random inputs.
 
-    Numbers are small or usual, masks have few or most keys. Values that the program
-    computes from constants are as in the program.
+    Inputs have two scales; masks have few or most keys. Values that the program
+    computes from constants are kept.
     """
     known: dict[str, SiteCheck] = {}
     for one in constraints.replaced:
@@ -82,7 +83,7 @@ def check_sites(
         source, kernel = program.ops[one.op].source, one.functions.how[0]
         site = SiteCheck(name=one.name, source=source, kernel=kernel)
         if any(part.aval(v).size > 1 for v in part.foreign):
-            known[key.digest] = replace(site, reason="it needs what another loop keeps")
+            known[key.digest] = replace(site, reason="it reads another loop's values")
             continue
         kept = context.store.get(key.digest)
         if kept is not None and kept.ok:
@@ -114,7 +115,7 @@ def _compare(
         for v in part.inputs
     ]
     split = len(part.derived)
-    # These run twice: to try kernels out for them took ten seconds on an H200.
+    # Without autotuning, which took ten seconds on an H200 for two runs.
     is_gpu = context.rules.replacing.platform in GPU_PLATFORMS
     how: dict[str, Any] = {"compiler_options": dict(UNTUNED)} if is_gpu else {}
     try:
@@ -129,7 +130,7 @@ def _compare(
         )
         kinds = [part.aval(v).dtype for v in part.inputs]
         floats = [one for one in kinds if jnp.issubdtype(one, jnp.floating)]
-        # GPUs keep 11 bits of float32 numbers that they multiply.
+        # GPUs multiply float32 numbers in TF32, with 11 bits.
         rounding = max(2.0**-11, *(float(jnp.finfo(one).eps) for one in floats))
         compare = jax.jit(partial(_worst, rounding))
         draw = jax.jit(
@@ -155,7 +156,7 @@ def _drawn(part: Written, key: jax.Array, scale: jax.Array) -> Iterator[jax.Arra
         own, aval = jax.random.fold_in(key, number), part.aval(v)
         if aval.dtype == jnp.bool_:
             mask = jax.random.bernoulli(own, jnp.clip(scale, 0.1, 0.9), aval.shape)
-            # Some rows are all False: of small numbers, as NaN may follow from them.
+            # Some rows are all False at the small scale only, since they may give NaN.
             rows = jnp.arange(prod(aval.shape[:-1])) % 8 == 1
             is_empty = rows.reshape(*aval.shape[:-1], 1) & (scale < 1)
             yield mask & ~is_empty if aval.shape else mask
@@ -173,11 +174,16 @@ def _worst(
     written: list[jax.Array],
     made: list[jax.Array],
 ) -> jax.Array:
-    """Computes the largest error of results, as a share of the allowed one.
+    """Largest error of results relative to the allowed error.
 
-    Each row may be off by twice the error of the step as written, in that row or as a
-    rule, plus a kernel's rounding. Along all true values errors average out, and may be
-    as large as that error once.
+    Allowed are, for each row, twice the sum of: the original's error in the row, its
+    root mean square over rows, and a kernel's rounding. The error's projection on the
+    true values may be twice the original's, plus rounding.
+
+    Args:
+        truth: results of the original in wide types.
+        written: results of the original.
+        made: results of the replacement.
     """
     found = [jnp.zeros(())]
     for true, own, other in zip(truth, written, made, strict=True):
@@ -195,7 +201,7 @@ def _worst(
 
 
 def _lengths(x: jax.Array) -> jax.Array:
-    """The norms of an array's rows."""
+    """L2 norms over the last dim, flattened."""
     return jnp.linalg.norm(x.astype(jnp.float32).reshape(-1, x.shape[-1]), axis=-1)
 
 

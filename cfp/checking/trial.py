@@ -1,4 +1,7 @@
-"""Runs a target for real under a plan, for a few steps, and checks it if asked to."""
+"""The command ``cfp run``: runs a few steps of a target under a plan, and checks them.
+
+A target is a step function with its arguments.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,9 @@ class StepResult:
     """Result of one step.
 
     Attributes:
-        time_ms: from the call until all results are computed.
-        metrics: returned scalars by path, without the state.
-        comparison: comparison with the reference, if checked.
+        time_ms: time from the call until all results are computed.
+        metrics: returned float scalars by path, without the state.
+        comparison: comparison with the reference; empty if not checked.
     """
 
     time_ms: float
@@ -52,11 +55,11 @@ class Trial:
     """Results of some steps under a plan.
 
     Attributes:
-        tolerance: relative L2 distance that passes in a checked step.
+        tolerance: relative L2 distance that always passes in a checked step.
         checked: True if the steps were compared with a reference.
         preset: the reference's preset, as in :class:`Reference`; "" on one device.
         narrow: True if kernels of the plan compute in less than float32.
-        state: names of arguments by the places of the results that replace them; "" is
+        state: {index of a result: name of the argument that it replaces}; index "" is
             the whole result.
         drawn: True if arguments were random numbers.
     """
@@ -70,7 +73,7 @@ class Trial:
     drawn: bool = False
 
     def named(self, path: str) -> str:
-        """Names a result by its path, and new state as the argument is: ``w/up``."""
+        """Name of a result; new state has its argument's name, such as ``w/up``."""
         if "" in self.state:
             return f"{self.state['']}/{path}".rstrip("/")
         place, slash, rest = path.partition("/")
@@ -78,24 +81,24 @@ class Trial:
 
     @property
     def median_ms(self) -> float:
-        """Median step time; the first step, which warms up, counts only alone."""
+        """Median step time, ms; of several steps the first (warm-up) is left out."""
         times = [s.time_ms for s in self.steps]
         return statistics.median(times[1:] or times)
 
     @property
     def every(self) -> Differences:
-        """The leaves of all steps."""
+        """Comparisons of the leaves of all steps."""
         return Differences(leaf for step in self.steps for leaf in step.comparison)
 
     @property
     def failures(self) -> list[tuple[int, Leaf]]:
-        """Step numbers and leaves that are further off than they may be."""
+        """(step number from 0, leaf) whose distance exceeds the allowed one."""
         steps = enumerate(self.steps)
         return [(number, x) for number, s in steps for x in s.comparison.failures]
 
     @property
     def undecided(self) -> set[str]:
-        """Leaves of which only the norm is compared."""
+        """Paths of leaves whose norm alone can be compared."""
         return {leaf.path for leaf in self.every if leaf.is_undecided}
 
 
@@ -112,12 +115,13 @@ def run_trial(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Trial:
-    """Runs a target under a plan.
+    """Runs a target's steps under a plan, and measures or checks them.
 
-    A result in the structure of an argument is the state, and goes back in. All other
-    arguments stay the same from step to step.
+    A result with the structure of an argument is state: it replaces the argument in the
+    next step. All other arguments stay the same.
 
     Args:
+        steps: number of steps.
         check: True runs the same steps in float32 or float64 under the plan and as a
             reference, and compares metrics and state.
         tolerance: relative L2 distance that always passes; by default 1e-5, 1e-12 in
@@ -128,13 +132,13 @@ def run_trial(
     Raises:
         PlanMismatch: the plan is for another target.
         CfpError: the step fails on the devices, or can run only once.
-        ProcessError: another process has failed, or is gone.
+        ProcessError: another process has failed or ended.
     """
     tell = progress or (lambda _: None)
     meshes = [] if plan.mesh is None else [plan.mesh]
     with coordinated(meshes) as talk, _explained(check):
         step = target.flatten()
-        # With the step a plan that was loaded knows the static arguments.
+        # A loaded plan has no step, and needs it to find static arguments.
         bound = replace(plan, step=step).bind(
             target.step, *target.args, donate_argnums=target.donate
         )
@@ -145,9 +149,7 @@ def run_trial(
         args = list(target.make_args(bound.in_shardings, seed))
         checking = None
         if check:
-            tell(
-                "preparing the check: steps, compiled where they are not there already"
-            )
+            tell("preparing the check: compiling steps that are not compiled yet")
             agree = bool if talk is None else lambda here: all(talk.gather(here))
             sides = both_sides(bound, compiled, tell, agree)
             checking = Check(*sides, feedback, agree, tolerance)
@@ -169,8 +171,8 @@ def run_trial(
         )
         if checking is None:
             return made
-        # The check begins with arguments of its own. What it moves to and fro would be
-        # in the times of steps between.
+        # The check has its own arguments. It comes last, since its transfers would
+        # slow down timed steps.
         args.clear()
         for number, one in enumerate(results):
             at = f"checking step {number + 1} of {steps}"
@@ -187,7 +189,7 @@ def run_trial(
 
 @contextmanager
 def _explained(check: bool) -> Iterator[None]:
-    """Says what to do about a program that failed."""
+    """Turns a failure on the devices into a CfpError with a remedy."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -195,7 +197,7 @@ def _explained(check: bool) -> Iterator[None]:
             f"The step failed on the devices: {str(error).strip().splitlines()[0]}. "
             "Try a plan with a memory budget (--memory-budget, memory_budget=), a "
             "smaller batch, or more devices."
-            + " --check runs the step as written, too: leave it out."
+            + " --check also runs the step without the plan: leave it out."
             * check
         ) from error
 
@@ -203,10 +205,7 @@ def _explained(check: bool) -> Iterator[None]:
 def _feedback(
     target: Target, step: FlatStep, plan: Plan, steps: int
 ) -> tuple[dict[int, int | None], dict[str, str]]:
-    """For each argument that is state the result that replaces it; None for all of it.
-
-    Returns:
-        That, and the arguments' names by the places of these results; "" is all.
+    """Finds state arguments; returns `Check.feedback` and `Trial.state`.
 
     Raises:
         CfpError: a donated argument has no successor, and there is a second step.
@@ -216,7 +215,7 @@ def _feedback(
     donated = {
         i for i, (at, _) in every.items() if any(plan.donated[at.start : at.stop])
     }
-    # An array of the same shape need not be the same thing.
+    # A single array is state only if donated: others may share its shape by chance.
     state = {
         places: i for i, (places, _) in every.items() if i in donated or len(places) > 1
     }

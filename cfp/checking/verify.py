@@ -1,7 +1,7 @@
-"""Arrival: times a plan from elsewhere on the devices that it is for.
+"""The command ``cfp verify``: times a saved plan and the presets on real devices.
 
-The plan and the presets take turns. The result is the error of the prediction, and the
-fastest program.
+The plan and the presets run in turn. The result is the error of the plan's prediction,
+and the fastest program.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ def verify(
     cache_dir: str | Path | None = None,
     progress: Callable[[Progress | str], None] | None = None,
 ) -> Plan:
-    """Times a plan and the presets, constrained as much as the plan.
+    """Times a plan and the presets, with the plan's level of constraints.
 
     Args:
-        seconds: time limit; programs that are not compiled by then are left out. A run
-            on other devices than the plan's has no limit of its own.
+        seconds: time limit for compiling; later programs are left out. Each run has a
+            time limit, too, unless the plan is for other devices.
 
     Returns:
-        The fastest, measured; its race has all that were timed, the plan first.
+        Plan of the fastest program; `race` has all results, the given plan's first.
 
     Raises:
         PlanMismatch: the plan is for another step.
-        CfpError: no program runs.
+        CfpError: neither the plan nor a preset runs.
     """
     program = analysis.frame.program
     environment = dict(environment_parts([*mesh.devices.flat]))
@@ -76,7 +76,7 @@ def verify(
     kind = plan.environment.get("device_kind", environment["device_kind"])
     is_other = OTHER_DEVICES in plan.search or kind != environment["device_kind"]
     was_described = "described" in plan.environment or WAS_DESCRIBED in plan.search
-    # Times that other devices need say nothing of a run that hangs.
+    # The predicted time is of other devices: it cannot show that a run hangs.
     limits = Limits(run_seconds=inf) if is_other else Limits()
     settings = PlannerSettings(seconds=seconds, progress=progress, limits=limits)
     with open_context(mesh, cache_dir, settings=settings) as context:
@@ -125,7 +125,7 @@ def _content(program: RaceProgram) -> tuple[Any, ...]:
 
 
 def _job_under(plan: Plan, job: Job, frame: Frame, mesh: Mesh) -> Job:
-    """A job of the whole program with the shardings and constraints of a plan.
+    """Replaces a job's shardings and constraints by a plan's.
 
     Raises:
         PlanMismatch: a kernel of the plan cannot compute its part.
@@ -139,12 +139,12 @@ def _job_under(plan: Plan, job: Job, frame: Frame, mesh: Mesh) -> Job:
         constraints=resolved(frame.program, mesh, plan.constraints),
         in_specs=tuple(plan.arg_specs[argument[v]] for v in job.part.inputs),
         out_specs=tuple(plan.output_specs[output[v]] for v in job.part.outputs),
-        choice="",  # Unknown: what is known of this program is of no other.
+        choice="",  # Unknown, so that no other program shares this one's records.
     )
 
 
 def _off(plan: Plan, best: Plan) -> float | None:
-    """Predicted over measured, less one; None if unknown, or of other devices."""
+    """Predicted / measured time - 1; None if a time is unknown or of other devices."""
     predicted_ms, found_ms = plan.predicted_ms, best.race[0].time_ms
     if OTHER_DEVICES in best.search or predicted_ms is None or found_ms is None:
         return None
@@ -152,10 +152,9 @@ def _off(plan: Plan, best: Plan) -> float | None:
 
 
 def verified_data(plan: Plan, best: Plan) -> Mapping[str, Any]:
-    """Makes plain data of a verification.
+    """Result of a verification as JSON data; `best` is returned by `verify`.
 
-    Args:
-        best: what `verify` returned for the plan.
+    "off" is predicted over measured time, less 1.
     """
     return {
         "plan": plan.winner,

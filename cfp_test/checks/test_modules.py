@@ -84,7 +84,7 @@ def test_steps_are_checked(name, donate, leaves, tmp_path, monkeypatch):
     ]
     # The plan's own program is there already, and is not compiled for the check.
     (prepared,) = (line for line in told if line.startswith("preparing the check"))
-    assert "compiled where they are not there already" in prepared
+    assert "compiling steps that are not compiled yet" in prepared
     paths = [d.path for d in trial.steps[0].comparison]
     named = {trial.named(path).partition("/")[0] for path in paths}
     assert named == ({"net"} if name == "updating" else {"net", "opt", "2"})

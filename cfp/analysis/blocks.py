@@ -30,12 +30,7 @@ _FAR = -(2**60)
 
 
 class _Labels:
-    """The index of each op's block, or -1.
-
-    Args:
-        members: the contractions of each block, the anchor first.
-        update_ops: ops that only update state; they get no block.
-    """
+    """The index of each op's block, or -1; an anchor is its block's first member."""
 
     def __init__(
         self, flow: Flow, members: list[list[Member]], update_ops: Set[int]
@@ -101,13 +96,9 @@ class _Labels:
         )
 
     def _may_hold(self, op: int, block: int) -> bool:
-        """True if an op may follow a block.
-
-        In a loop with contractions only those of its own: what a loop does first
-        with its input would tie it to the block before.
-        """
+        """True if an op may follow a block; in a loop with contractions, of these."""
         held = self.held.get(self.program.top_level(op))
-        return held is None or block in held
+        return block != NONE and (held is None or block in held)
 
     def _upstream(self) -> tuple[list[int], list[bool]]:
         """Per op: the latest anchor's block upstream; whether it is backward.
@@ -119,34 +110,32 @@ class _Labels:
         program, count = self.program, len(self.rank)
         of_op = [NONE] * len(program.ops)
         op_backward = [False] * len(program.ops)
-        times: list[int | None] = []
+        times: list[int] = []
         backward: list[bool] = []
         # Once more for each loop that data goes around in. Times need not settle where
         # an inner loop swaps what it carries: any of them will do.
         loops = sum(op.kind == "while" for op in program.ops)
         for _turn in range(loops + 2):
             before = times
-            times = [None for _ in program.values]
+            times = [_FAR] * len(program.values)
             backward_before, backward = backward, [False] * len(program.values)
             for op in program.ops:
                 reads = op.reads
                 for v in reads:
-                    if times[v] is None and v in self.flow.entry_place:
+                    if times[v] == _FAR and v in self.flow.entry_place:
                         self._enter(v, times, backward, before, backward_before)
                 if passes(op):
                     for result in op.results:
                         sources = self.flow.sources(result)
                         if op.kind == "while":
                             sources = sources[:1]
-                        best = max(
-                            (self._time(times[s]) for s in sources), default=_FAR
-                        )
+                        best = max((times[s] for s in sources), default=_FAR)
                         times[result] = best if best == _FAR else best % count
                         backward[result] = any(backward[s] for s in sources)
                     continue
                 # A number (a loss, a norm, a seed) ties no dims together.
                 shaped = [v for v in reads if program.shape(v)]
-                best = max((self._time(times[v]) for v in shaped), default=_FAR)
+                best = max((times[v] for v in shaped), default=_FAR)
                 back = any(backward[v] for v in shaped) or op.id in self.derived
                 if op.id in self.member_block and op.id not in self.derived:
                     # Behind an anchor data is on its way forward, also in a second
@@ -163,31 +152,27 @@ class _Labels:
                 break
         return of_op, op_backward
 
-    @staticmethod
-    def _time(time: int | None) -> int:
-        return _FAR if time is None else time
-
     def _enter(
         self,
         entry: int,
-        times: list[int | None],
+        times: list[int],
         backward: list[bool],
-        before: list[int | None],
+        before: list[int],
         backward_before: list[bool],
     ) -> None:
         loop, place = self.flow.entry_place[entry]
         origin = self.program.ops[loop].operands[place]
         yielded = self.program.ops[loop].yields[place]
         count = len(self.rank)
-        if times[origin] is None and origin in self.flow.entry_place:
+        if times[origin] == _FAR and origin in self.flow.entry_place:
             self._enter(origin, times, backward, before, backward_before)
-        outside = self._time(times[origin])
+        outside = times[origin]
         times[entry] = outside if outside == _FAR else outside % count - 2 * count
         backward[entry] = backward[origin]
         if not before:
             return
         backward[entry] = backward[entry] or backward_before[yielded]
-        around = self._time(before[yielded])
+        around = before[yielded]
         if around != _FAR and (loop, self.by_rank[around % count]) in self.loop_blocks:
             times[entry] = around % count - count
 
@@ -206,17 +191,11 @@ class _Labels:
                     continue
                 near: list[tuple[int, int]] = []
                 for v in op.operands if forward else op.results:
-                    others = (
-                        self.flow.makers(v)
-                        if forward
-                        else (user for user, _ in self.flow.readers(v))
-                    )
+                    readers = (user for user, _ in self.flow.readers(v))
+                    others = self.flow.makers(v) if forward else readers
                     size = program.values[v].size_bytes
-                    near.extend(
-                        (size, labels[o.id])
-                        for o in others
-                        if labels[o.id] != NONE and self._may_hold(op.id, labels[o.id])
-                    )
+                    found = (labels[other.id] for other in others)
+                    near += [(size, x) for x in found if self._may_hold(op.id, x)]
                 if near:
                     labels[op.id] = max(near)[1]
 
@@ -225,17 +204,14 @@ class _Labels:
         before = list(labels)
         ops = self._by_block(labels)
         for label, members in enumerate(self.members):
-            for op_id in self._loose(ops.get(label, []), members):
-                labels[op_id] = NONE
+            mine = ops.get(label, [])
+            for op_id, (_, is_shared) in self._lacking(mine, members, mine).items():
+                if not is_shared:
+                    labels[op_id] = NONE
         self._fill(labels, (False, True, False))
         for op_id, label in enumerate(before):
             if labels[op_id] == NONE:
                 labels[op_id] = label
-
-    def _loose(self, ops: list[int], members: list[Member]) -> list[int]:
-        """Ops of a block that share no dim with its contractions."""
-        lacking = self._lacking(ops, members, ops)
-        return [op for op, (factors, shared) in lacking.items() if not shared]
 
     def _widen(self, labels: list[int], backward: list[bool]) -> None:
         """Moves ops that are broadcast for a block to the block with the other dims.
@@ -347,11 +323,7 @@ class _Labels:
     def _lacking(
         self, ops: list[int], members: list[Member], asked: list[int]
     ) -> dict[int, tuple[Set[int], bool]]:
-        """For ops of a block their factors that its contractions lack.
-
-        And whether they have any other. Without the contractions themselves, and
-        without ops that have no rule.
-        """
+        """For ops with a rule the factors that contractions lack; true if any other."""
         classes = DimClasses(
             self.program, ops, tuple(members), self.flow.canonical, axis_size=1
         )

@@ -1,4 +1,4 @@
-"""Anchors, and the contractions that differentiation made from them.
+"""Anchors, the contractions derived from them, classes of dims, and value numbers.
 
 An *anchor* is a contraction of the forward pass, or a lookup. The lookup's table is
 made by no contraction, as an embedding, or the lookup makes at least as much as it
@@ -7,306 +7,27 @@ reads, as of a graph's nodes for its edges. From ``C = A B`` differentiation mak
 whose other operand has the dims of ``C``. That structure identifies them, with a map of
 their factors to the anchor's.
 
+Operands are the same if their value numbers are: equal numbers mean equal tensors, up
+to dtype and unit dims. Rematerialized code computes values twice, in loops too; a
+backward loop reads what the forward loop stacked. Numbers see through both, through
+casts and through barriers.
+
 Dims of a block's tensors that must be sharded together form classes. Dims that an op
 maps to one factor are of one class, and classes join through the tensors between ops.
 Contractions do not join classes: a block's strategy decides there.
-
-Value numbering: equal numbers mean equal tensors, up to dtype and unit dims.
-
-Rematerialized code computes values twice, in loops too; a backward loop reads what the
-forward loop stacked. Numbers see through both, through casts and through barriers, so
-that an op of the backward pass can be matched with the op it was differentiated from.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from cfp.program.graph import Op, Program, call_flops
 from cfp.program.rules import Dims, Rule
 
-_SAME = frozenset({"convert", "optimization_barrier", "reduce_precision"})
-_UNIT_VIEWS = frozenset({"reshape", "broadcast_in_dim"})
-_PURE = frozenset({"constant", "iota"})
-
 Permutation = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Numbers:
-    """The value numbers of a program.
-
-    Attributes:
-        of: a number for each value id.
-        views: for numbers that are transposed or reversed views: the viewed number, and
-            for each dim of the view the other's dim, without dims of size 1.
-    """
-
-    of: tuple[int, ...]
-    views: dict[int, tuple[int, Permutation]]
-
-    def __getitem__(self, value: int) -> int:
-        return self.of[value]
-
-
-def number_values(program: Program) -> Numbers:
-    """Numbers a program's values; equal for values that are equal by construction."""
-    return _Numbering(program).run()
-
-
-def squeeze(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without its dims of size 1."""
-    return tuple(size for size in shape if size != 1)
-
-
-class _Numbering:
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.numbers = [-1] * len(program.values)
-        self.table: dict[tuple, int] = {}
-        self.stacked: dict[int, int] = {}  # number of a stack -> number of its slices
-        self.flat: dict[int, tuple[int, tuple[int, ...]]] = {}  # reshapes
-        self.joined: dict[int, Op] = {}  # number of a concatenation -> its op
-        self.regions: dict[tuple, Op] = {}  # form of a loop or branch -> the first
-        self.permuted: dict[int, tuple[int, Permutation]] = {}  # transposes only
-        self.views: dict[int, tuple[int, Permutation]] = {}  # and reverses
-
-    def fresh(self) -> int:
-        return self.intern(("fresh", len(self.table)))
-
-    def intern(self, key: tuple) -> int:
-        return self.table.setdefault(key, len(self.table))
-
-    def run(self) -> Numbers:
-        for value in self.program.args:
-            self.numbers[value] = self.fresh()
-        invariant = self._invariant_entries()
-        for op in self.program.ops:
-            for v in op.reads:
-                self._bind(v, invariant)
-            if op.has_regions:
-                self._number_regions(op)
-            else:
-                self._number(op)
-        numbers = tuple(n if n >= 0 else self.fresh() for n in self.numbers)
-        return Numbers(numbers, self.views)
-
-    def _invariant_entries(self) -> set[int]:
-        """Loop-body arguments that every iteration passes on unchanged."""
-        found = set()
-        for op in self.program.ops:
-            if op.kind != "while":
-                continue
-            body_args = op.entries[len(op.operands) :]
-            for arg, yielded in zip(body_args, op.yields, strict=True):
-                if arg == yielded:
-                    found.add(arg)
-        return found
-
-    def _bind(self, value: int, invariant: set[int]) -> int:
-        """The number of a value that may be the argument of a loop's body."""
-        if self.numbers[value] < 0:
-            origin = self.program.values[value].origin
-            known = value in invariant
-            self.numbers[value] = (
-                self._bind(origin, invariant) if known else self.fresh()
-            )
-        return self.numbers[value]
-
-    def _number(self, op: Op) -> None:
-        numbers = self.numbers
-        if op.kind in _SAME:
-            for result, operand in zip(op.results, op.operands, strict=False):
-                numbers[result] = numbers[operand]
-            return
-        operands = tuple(numbers[v] for v in op.operands)
-        shapes = tuple(self.program.shape(v) for v in op.operands)
-        if op.kind in _UNIT_VIEWS and self._only_units(op):
-            numbers[op.results[0]] = operands[0]
-        elif op.kind == "reshape":
-            shape = self.program.shape(op.results[0])
-            numbers[op.results[0]] = self._reshaped(operands[0], shapes[0], shape)
-        elif op.kind == "transpose":
-            order = _squeezed_order(op.integers("permutation"), shapes[0])
-            numbers[op.results[0]] = self._transposed(operands[0], order)
-        elif op.kind == "reverse":
-            rank = len(squeeze(shapes[0]))
-            numbers[op.results[0]] = self._reversed(operands[0], rank, op.attributes)
-        elif op.parent >= 0 and op.kind == "dynamic_slice":
-            # The iteration's slice of a stack, whatever the order of iteration.
-            stack = operands[0]
-            number = self.stacked.get(stack)
-            if number is None:
-                number = self.intern(("slice", stack, op.attributes))
-            numbers[op.results[0]] = number
-        elif op.kind == "slice" and (piece := self._piece(op)) is not None:
-            numbers[op.results[0]] = piece
-        elif _is_opaque(op):
-            for result in op.results:  # what an opaque op does is not known
-                numbers[result] = self.fresh()
-        else:
-            for index, result in enumerate(op.results):
-                shape = self.program.shape(result)
-                key = (op.name, op.attributes, operands, shapes, shape, index)
-                numbers[result] = self.intern(key)
-            if op.kind == "concatenate":
-                self.joined[numbers[op.results[0]]] = op
-
-    def _piece(self, op: Op) -> int | None:
-        """Returns the number of a concatenated piece that a slice takes in full."""
-        whole = self.joined.get(self.numbers[op.operands[0]])
-        if whole is None:
-            return None
-        starts, limits = (
-            op.integers(name) for name in ("start_indices", "limit_indices")
-        )
-        shape = self.program.shape(op.operands[0])
-        if shape != self.program.shape(whole.results[0]):
-            return None
-        cut = [d for d, size in enumerate(shape) if (starts[d], limits[d]) != (0, size)]
-        offset = 0
-        for piece in whole.operands:
-            sizes = self.program.shape(piece)
-            same = [d for d, size in enumerate(shape) if sizes[d] != size]
-            if cut == same and len(cut) == 1:
-                end = offset + sizes[cut[0]]
-                if (starts[cut[0]], limits[cut[0]]) == (offset, end):
-                    return self.numbers[piece]
-                offset = end
-        return None
-
-    def _only_units(self, op: Op) -> bool:
-        """True if a reshape or broadcast only adds or drops dims of size 1."""
-        source = self.program.shape(op.operands[0])
-        target = self.program.shape(op.results[0])
-        if squeeze(source) != squeeze(target):
-            return False
-        if op.kind == "reshape":
-            return True
-        dims = op.integers("broadcast_dimensions")
-        return list(dims) == sorted(dims)
-
-    def _reshaped(
-        self, number: int, source: tuple[int, ...], target: tuple[int, ...]
-    ) -> int:
-        base, shape = self.flat.get(number, (number, squeeze(source)))
-        if squeeze(target) == shape:
-            return base
-        found = self.intern(("reshape", base, squeeze(target)))
-        self.flat[found] = (base, shape)
-        return found
-
-    def _transposed(self, number: int, order: Permutation) -> int:
-        base, inner = self.permuted.get(number, (number, _identity(order)))
-        order = tuple(inner[d] for d in order)
-        if order == _identity(order):
-            return base
-        found = self.intern(("transpose", base, order))
-        self.permuted[found] = (base, order)
-        seen, inner = self.views.get(base, (base, _identity(order)))
-        self.views[found] = (seen, tuple(inner[d] for d in order))
-        return found
-
-    def _reversed(self, number: int, rank: int, attributes: str) -> int:
-        found = self.intern(("reverse", number, attributes))
-        self.views[found] = self.views.get(number, (number, tuple(range(rank))))
-        return found
-
-    def _number_regions(self, op: Op) -> None:
-        """Numbers a loop or branch, and all in it, like an equal one before it."""
-        form = self._form(op)
-        before = op if form is None else self.regions.setdefault(form, op)
-        if before is not op:
-            pairs = zip(self._made_in(op), self._made_in(before), strict=True)
-            for mine, other in pairs:
-                self.numbers[mine] = self.numbers[other]
-        elif op.kind == "while":
-            self._number_loop(op)
-        else:
-            self._number_branches(op)
-
-    def _with_body(self, op: Op) -> list[Op]:
-        return [*(self.program.ops[inner] for inner in op.body), op]
-
-    def _made_in(self, op: Op) -> list[int]:
-        """The values of a loop or branch: of its regions, and what it returns."""
-        return [v for o in self._with_body(op) for v in (*o.entries, *o.results)]
-
-    def _form(self, op: Op) -> tuple | None:
-        """Returns a key that equal loops or branches share.
-
-        None if an op in it is unknown, or the value that a loop tests, which no op
-        reads.
-        """
-        inside = self._with_body(op)
-        users = self.program.users
-        unread = Counter(
-            o.parent for o in inside if not any(users[v] for v in o.results)
-        )
-        loops = [o.id for o in inside if o.kind == "while"]
-        if any(map(_is_opaque, inside)) or any(unread[loop] != 1 for loop in loops):
-            return None
-        place = {v: -1 - i for i, v in enumerate(self._made_in(op))}
-
-        def known(v: int) -> tuple:
-            value = self.program.values[v]
-            return place.get(v, self.numbers[v]), value.shape, value.dtype
-
-        return tuple(
-            (
-                o.name,
-                o.attributes,
-                len(o.operands),
-                *map(known, (*o.operands, *o.yields, *o.results)),
-            )
-            for o in inside
-        )
-
-    def _number_branches(self, op: Op) -> None:
-        """A branch's result is what the one branch yields that yields no constant."""
-        program = self.program
-        for place, result in enumerate(op.results):
-            found = {
-                self.numbers[v] for v in op.yielded(place) if not program.is_leaf(v)
-            }
-            self.numbers[result] = found.pop() if len(found) == 1 else self.fresh()
-
-    def _number_loop(self, op: Op) -> None:
-        body_args = op.entries[len(op.operands) :]
-        for arg, yielded, operand, result in zip(
-            body_args, op.yields, op.operands, op.results, strict=True
-        ):
-            if arg == yielded:
-                self.numbers[result] = self.numbers[operand]
-                continue
-            self.numbers[result] = number = self.fresh()
-            update = self.program.maker(yielded)
-            if update is None or update.kind != "dynamic_update_slice":
-                continue
-            if update.operands[0] == arg:
-                self.stacked[number] = self.numbers[update.operands[1]]
-
-
-def _is_opaque(op: Op) -> bool:
-    """True if an op's effect is unknown."""
-    unknown = op.rule is None and op.kind not in _PURE and not op.has_regions
-    return op.kind == "rng" or unknown
-
-
-def _identity(order: Permutation) -> Permutation:
-    return tuple(range(len(order)))
-
-
-def _squeezed_order(order: Permutation, shape: tuple[int, ...]) -> Permutation:
-    """A permutation of dims, with the dims of size 1 left out and renumbered."""
-    place = {}
-    for dim, size in enumerate(shape):
-        if size != 1:
-            place[dim] = len(place)
-    return tuple(place[d] for d in order if d in place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,7 +126,10 @@ class _Finder:
                 candidates = self._candidates(op, moved=True)
             if candidates:
                 derived.append(candidates)
-            elif op.kind != "scatter" and not self._is_inner_product(op):
+                continue
+            # A product of two whole tensors, as of a norm, is no more than a sum.
+            is_number = not self.program.shape(op.results[0])
+            if op.kind != "scatter" and not (op.kind == "dot_general" and is_number):
                 self._anchor(op)
         for block, member in self._resolve(derived):
             self.blocks[block].append(member)
@@ -425,11 +149,6 @@ class _Finder:
         size = self.program.values[result].size_bytes
         return prod(sizes) > 1 and size >= self.program.values[table].size_bytes
 
-    def _is_inner_product(self, op: Op) -> bool:
-        """True of a product of two whole tensors, as of a norm: no more than a sum."""
-        is_number = not self.program.shape(op.results[0])
-        return op.kind == "dot_general" and is_number
-
     def _anchor(self, op: Op) -> None:
         block = len(self.blocks)
         self.blocks.append([Member(op.id, tuple(range(len(op.known_rule.sizes))))])
@@ -445,10 +164,7 @@ class _Finder:
         return self.numbers.views.get(number, (number, tuple(range(rank))))
 
     def _read(self, op: Op, index: int) -> int:
-        """The value of an operand, of a scatter's places as a gather reads them.
-
-        A gather clamps its places by itself; for a scatter they are clamped before.
-        """
+        """The value of an operand; of a scatter's places, before these are clamped."""
         value = op.operands[index]
         before = self.program.maker(value)
         if op.kind == "scatter" and index == 1 and before is not None:
@@ -459,11 +175,7 @@ class _Finder:
         return value
 
     def _candidates(self, op: Op, moved: bool = False) -> Candidates:
-        """The blocks that a contraction may be derived from.
-
-        Args:
-            moved: whether a cotangent's dims may be in another order, as vmap has them.
-        """
+        """Blocks that a contraction may be derived from, if vmap has moved dims."""
         found = []
         for shared, cotangent in [(1, 2)] if op.kind == "scatter" else [(0, 1), (1, 0)]:
             if cotangent >= len(op.operands):
@@ -477,13 +189,7 @@ class _Finder:
         return found
 
     def _factor_map(
-        self,
-        op: Op,
-        shared: int,
-        cotangent: int,
-        anchor: Op,
-        index: int,
-        moved: bool,
+        self, op: Op, shared: int, cotangent: int, anchor: Op, index: int, moved: bool
     ) -> tuple[int, ...] | None:
         """Maps a contraction's factors to the anchor's; None if it is not derived."""
         rule, base = op.known_rule, anchor.known_rule
@@ -493,7 +199,9 @@ class _Finder:
         shared_factors: dict[int, int] = {}
         if not _align(shared_factors, rule, mine, base, theirs):
             return None
-        for dims in self._cotangents(op, cotangent):
+        read = _factors(rule, rule.operands[cotangent])
+        before = self._sharing(op, cotangent)  # As read, then before a transpose.
+        for dims in (read, before) if before != read else (read,):
             if moved:
                 dims = _in_order(shared_factors, dims, result)
             found = dict(shared_factors)
@@ -510,14 +218,6 @@ class _Finder:
         if len(order) != len(factors):
             return factors
         return [f for _, f in sorted(zip(order, factors, strict=True))]
-
-    def _cotangents(self, op: Op, index: int) -> Iterator[list[int]]:
-        """Lists factors of a cotangent as read, then before a transpose."""
-        factors = _factors(op.known_rule, op.known_rule.operands[index])
-        yield factors
-        before = self._sharing(op, index)
-        if before != factors:
-            yield before
 
     def _fits(self, found: dict[int, int], op: Op, anchor: Op, index: int) -> bool:
         """True if a contraction makes the gradient of the anchor's operand."""
@@ -715,6 +415,277 @@ class DimClasses:
 
     def _dim(self, value: int, dim: int) -> tuple[int, int]:
         return self._canonical.get(value, value), dim
+
+
+# ------------------------------------------------------------------------ value numbers
+
+_SAME = frozenset({"convert", "optimization_barrier", "reduce_precision"})
+_UNIT_VIEWS = frozenset({"reshape", "broadcast_in_dim"})
+_PURE = frozenset({"constant", "iota"})
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The value numbers of a program.
+
+    Attributes:
+        of: a number for each value id.
+        views: for numbers that are transposed or reversed views: the viewed number, and
+            for each dim of the view the other's dim, without dims of size 1.
+    """
+
+    of: tuple[int, ...]
+    views: dict[int, tuple[int, Permutation]]
+
+    def __getitem__(self, value: int) -> int:
+        return self.of[value]
+
+
+def number_values(program: Program) -> Numbers:
+    """Numbers a program's values; equal for values that are equal by construction."""
+    return _Numbering(program).run()
+
+
+class _Numbering:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.numbers = [-1] * len(program.values)
+        self.table: dict[tuple, int] = {}
+        self.stacked: dict[int, int] = {}  # number of a stack -> number of its slices
+        self.flat: dict[int, tuple[int, tuple[int, ...]]] = {}  # reshapes
+        self.joined: dict[int, Op] = {}  # number of a concatenation -> its op
+        self.regions: dict[tuple, Op] = {}  # form of a loop or branch -> the first
+        self.permuted: dict[int, tuple[int, Permutation]] = {}  # transposes only
+        self.views: dict[int, tuple[int, Permutation]] = {}  # and reverses
+
+    def fresh(self) -> int:
+        return self.intern(("fresh", len(self.table)))
+
+    def intern(self, key: tuple) -> int:
+        return self.table.setdefault(key, len(self.table))
+
+    def run(self) -> Numbers:
+        for value in self.program.args:
+            self.numbers[value] = self.fresh()
+        invariant = self._invariant_entries()
+        for op in self.program.ops:
+            for v in op.reads:
+                self._bind(v, invariant)
+            if op.has_regions:
+                self._number_regions(op)
+            else:
+                self._number(op)
+        numbers = tuple(n if n >= 0 else self.fresh() for n in self.numbers)
+        return Numbers(numbers, self.views)
+
+    def _invariant_entries(self) -> set[int]:
+        """Loop-body arguments that every iteration passes on unchanged."""
+        found = set()
+        for op in self.program.ops:
+            if op.kind != "while":
+                continue
+            body_args = op.entries[len(op.operands) :]
+            for arg, yielded in zip(body_args, op.yields, strict=True):
+                if arg == yielded:
+                    found.add(arg)
+        return found
+
+    def _bind(self, value: int, invariant: set[int]) -> int:
+        """The number of a value that may be the argument of a loop's body."""
+        if self.numbers[value] < 0:
+            origin = self.program.values[value].origin
+            known = value in invariant
+            self.numbers[value] = (
+                self._bind(origin, invariant) if known else self.fresh()
+            )
+        return self.numbers[value]
+
+    def _number(self, op: Op) -> None:
+        numbers = self.numbers
+        if op.kind in _SAME:
+            for result, operand in zip(op.results, op.operands, strict=False):
+                numbers[result] = numbers[operand]
+            return
+        operands = tuple(numbers[v] for v in op.operands)
+        shapes = tuple(self.program.shape(v) for v in op.operands)
+        if op.kind in _UNIT_VIEWS and self._only_units(op):
+            numbers[op.results[0]] = operands[0]
+        elif op.kind == "reshape":
+            shape = self.program.shape(op.results[0])
+            numbers[op.results[0]] = self._reshaped(operands[0], shapes[0], shape)
+        elif op.kind == "transpose":
+            order = _squeezed_order(op.integers("permutation"), shapes[0])
+            numbers[op.results[0]] = self._transposed(operands[0], order)
+        elif op.kind == "reverse":
+            found = self.intern(("reverse", operands[0], op.attributes))
+            as_read = operands[0], tuple(range(len(squeeze(shapes[0]))))
+            self.views[found] = self.views.get(operands[0], as_read)
+            numbers[op.results[0]] = found
+        elif op.parent >= 0 and op.kind == "dynamic_slice":
+            # The iteration's slice of a stack, whatever the order of iteration.
+            stack = operands[0]
+            number = self.stacked.get(stack)
+            if number is None:
+                number = self.intern(("slice", stack, op.attributes))
+            numbers[op.results[0]] = number
+        elif op.kind == "slice" and (piece := self._piece(op)) is not None:
+            numbers[op.results[0]] = piece
+        elif _is_opaque(op):
+            for result in op.results:  # what an opaque op does is not known
+                numbers[result] = self.fresh()
+        else:
+            for index, result in enumerate(op.results):
+                shape = self.program.shape(result)
+                key = (op.name, op.attributes, operands, shapes, shape, index)
+                numbers[result] = self.intern(key)
+            if op.kind == "concatenate":
+                self.joined[numbers[op.results[0]]] = op
+
+    def _piece(self, op: Op) -> int | None:
+        """Returns the number of a concatenated piece that a slice takes in full."""
+        whole = self.joined.get(self.numbers[op.operands[0]])
+        if whole is None:
+            return None
+        starts, limits = (
+            op.integers(name) for name in ("start_indices", "limit_indices")
+        )
+        shape = self.program.shape(op.operands[0])
+        if shape != self.program.shape(whole.results[0]):
+            return None
+        cut = [d for d, size in enumerate(shape) if (starts[d], limits[d]) != (0, size)]
+        offset = 0
+        for piece in whole.operands:
+            sizes = self.program.shape(piece)
+            same = [d for d, size in enumerate(shape) if sizes[d] != size]
+            if cut == same and len(cut) == 1:
+                end = offset + sizes[cut[0]]
+                if (starts[cut[0]], limits[cut[0]]) == (offset, end):
+                    return self.numbers[piece]
+                offset = end
+        return None
+
+    def _only_units(self, op: Op) -> bool:
+        """True if a reshape or broadcast only adds or drops dims of size 1."""
+        source = self.program.shape(op.operands[0])
+        target = self.program.shape(op.results[0])
+        if squeeze(source) != squeeze(target):
+            return False
+        if op.kind == "reshape":
+            return True
+        dims = op.integers("broadcast_dimensions")
+        return list(dims) == sorted(dims)
+
+    def _reshaped(
+        self, number: int, source: tuple[int, ...], target: tuple[int, ...]
+    ) -> int:
+        base, shape = self.flat.get(number, (number, squeeze(source)))
+        if squeeze(target) == shape:
+            return base
+        found = self.intern(("reshape", base, squeeze(target)))
+        self.flat[found] = (base, shape)
+        return found
+
+    def _transposed(self, number: int, order: Permutation) -> int:
+        base, inner = self.permuted.get(number, (number, _identity(order)))
+        order = tuple(inner[d] for d in order)
+        if order == _identity(order):
+            return base
+        found = self.intern(("transpose", base, order))
+        self.permuted[found] = (base, order)
+        seen, inner = self.views.get(base, (base, _identity(order)))
+        self.views[found] = (seen, tuple(inner[d] for d in order))
+        return found
+
+    def _number_regions(self, op: Op) -> None:
+        """Numbers a loop or branch, and all in it, like an equal one before it."""
+        form = self._form(op)
+        before = op if form is None else self.regions.setdefault(form, op)
+        if before is not op:
+            pairs = zip(self._made_in(op), self._made_in(before), strict=True)
+            for mine, other in pairs:
+                self.numbers[mine] = self.numbers[other]
+        elif op.kind == "while":
+            self._number_loop(op)
+        else:
+            self._number_branches(op)
+
+    def _with_body(self, op: Op) -> list[Op]:
+        return [*(self.program.ops[inner] for inner in op.body), op]
+
+    def _made_in(self, op: Op) -> list[int]:
+        """The values of a loop or branch: of its regions, and what it returns."""
+        return [v for o in self._with_body(op) for v in (*o.entries, *o.results)]
+
+    def _form(self, op: Op) -> tuple | None:
+        """A key that equal loops or branches share; None if one is not known."""
+        inside = self._with_body(op)
+        users = self.program.users
+        unread = Counter(
+            o.parent for o in inside if not any(users[v] for v in o.results)
+        )
+        loops = [o.id for o in inside if o.kind == "while"]
+        if any(map(_is_opaque, inside)) or any(unread[loop] != 1 for loop in loops):
+            return None
+        place = {v: -1 - i for i, v in enumerate(self._made_in(op))}
+
+        def known(v: int) -> tuple:
+            value = self.program.values[v]
+            return place.get(v, self.numbers[v]), value.shape, value.dtype
+
+        return tuple(
+            (
+                o.name,
+                o.attributes,
+                len(o.operands),
+                *map(known, (*o.operands, *o.yields, *o.results)),
+            )
+            for o in inside
+        )
+
+    def _number_branches(self, op: Op) -> None:
+        """A branch's result is what the one branch yields that yields no constant."""
+        program = self.program
+        for place, result in enumerate(op.results):
+            found = {
+                self.numbers[v] for v in op.yielded(place) if not program.is_leaf(v)
+            }
+            self.numbers[result] = found.pop() if len(found) == 1 else self.fresh()
+
+    def _number_loop(self, op: Op) -> None:
+        body_args = op.entries[len(op.operands) :]
+        for arg, yielded, operand, result in zip(
+            body_args, op.yields, op.operands, op.results, strict=True
+        ):
+            if arg == yielded:
+                self.numbers[result] = self.numbers[operand]
+                continue
+            self.numbers[result] = number = self.fresh()
+            update = self.program.maker(yielded)
+            if update is None or update.kind != "dynamic_update_slice":
+                continue
+            if update.operands[0] == arg:
+                self.stacked[number] = self.numbers[update.operands[1]]
+
+
+def _is_opaque(op: Op) -> bool:
+    """True if an op's effect is unknown."""
+    unknown = op.rule is None and op.kind not in _PURE and not op.has_regions
+    return op.kind == "rng" or unknown
+
+
+def _identity(order: Permutation) -> Permutation:
+    return tuple(range(len(order)))
+
+
+def _squeezed_order(order: Permutation, shape: tuple[int, ...]) -> Permutation:
+    """A permutation of dims, with the dims of size 1 left out and renumbered."""
+    kept = [dim for dim, size in enumerate(shape) if size != 1]
+    return tuple(kept.index(dim) for dim in order if dim in kept)
+
+
+def squeeze(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without its dims of size 1."""
+    return tuple(size for size in shape if size != 1)
 
 
 # ----------------------------------------------------------------------- disjoint sets

@@ -163,7 +163,11 @@ class Layout:
         """
         op = self.frame.program.ops[op_id]
         if op.has_regions:
-            return self._region_use_spec(op, index)
+            count = len(op.operands)
+            if op.kind == "while":
+                return self.value_spec.get(op.results[index % count])
+            place = (index - count) % max(1, len(op.results))
+            return self.value_spec.get(op.results[place]) if index >= count else None
         if passes(op):  # a barrier takes everything as it comes
             return None
         if op.id in self.axes and op.rule is not None:
@@ -181,14 +185,6 @@ class Layout:
         """Returns the part of a user's own sharding that this mesh has axes for."""
         names = dict(self.frame.mesh)
         return tuple(tuple(a for a in dim if a in names) for dim in spec)
-
-    def _region_use_spec(self, op: Op, index: int) -> Spec | None:
-        count = len(op.operands)
-        if op.kind == "while":
-            return self.value_spec.get(op.results[index % count])
-        if index < count:
-            return None
-        return self.value_spec.get(op.results[(index - count) % len(op.results)])
 
     def natural_spec(self, op: Op, index: int) -> Spec | None:
         """Returns the spec in which an op makes its result, before any resharding."""
@@ -308,7 +304,7 @@ class Layout:
             found = self._made_spec(loop.yields[place])
         return found or ((),) * len(program.shape(canonical))
 
-    def _branch_spec(self, op: Op, result: int) -> Spec:
+    def _branch_spec(self, result: int) -> Spec:
         """Returns the sharding of a branch's result: as read, or stored, or made."""
         if (spec := self.read_spec(result)) is not None:
             return spec
@@ -316,6 +312,7 @@ class Layout:
         for output, position in self.frame.renewed.items():
             if program.outputs[output] == result:
                 return self.arg_spec(position)
+        op = program.ops[program.values[result].producer]
         made = op.yielded(op.results.index(result))
         specs = [*filter(None, map(self._made_spec, made))]
         whole = ((),) * len(program.shape(result))
@@ -337,10 +334,11 @@ class Layout:
         for op_id in self.frame.region_ops:
             op = program.ops[op_id]
             for result in op.results:
-                if op.kind == "while":
-                    self._carry(op, result)
-                else:
-                    self.value_spec[result] = self._branch_spec(op, result)
+                is_loop = op.kind == "while"
+                spec = (self._carried if is_loop else self._branch_spec)(result)
+                self.value_spec[result] = spec
+                entered = op.entered(op.results.index(result)) if is_loop else ()
+                self.value_spec.update(dict.fromkeys(entered, spec))
         for op_id in sorted(self.axes):
             op = program.ops[op_id]
             specs, _, partial = self._op_specs(op)
@@ -356,14 +354,6 @@ class Layout:
                 spec = self.spec(value)
                 if spec is not None:
                     self.value_spec[result] = spec
-
-    def _carry(self, loop: Op, result: int) -> None:
-        """Settles how a loop carries a value: the same way in, around and out."""
-        spec = self._carried(result)
-        self.value_spec[result] = spec
-        place = loop.results.index(result)
-        for entry in loop.entered(place):
-            self.value_spec[entry] = spec
 
     def _scattered(self, value: int, natural: Spec, partial: tuple[str, ...]) -> Spec:
         """Returns a partial sum's spec, scattered if its first reader wants it so."""

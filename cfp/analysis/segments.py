@@ -228,11 +228,7 @@ class _Cutter:
         return self.known[low, high, False]
 
     def _cut(self, low: int, high: int, inner: bool) -> list[tuple[int, int]]:
-        """Cuts by known cuts; ``inner`` inside of a repeated layer.
-
-        Raises:
-            KeyError: a stretch within is to be cut before.
-        """
+        """Cuts by known cuts; raises KeyError of a stretch that is to be cut before."""
         if low >= high:
             return []
         ways = [

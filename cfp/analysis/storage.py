@@ -219,10 +219,7 @@ class _Finder:
         )
 
     def _leads(self, op: Op) -> bool:
-        """True if an op's result reaches a block, but not as new state.
-
-        Ops on state before a loop that returns it reach the blocks inside.
-        """
+        """True if an op's result reaches a block, but not as a loop's new state."""
         leads = self.leads if op.parent >= 0 else self.leads_before
         return leads[op.id] != NEVER
 
@@ -299,13 +296,10 @@ class _Finder:
                     op.id not in inside and op.id not in program.leaf_ops
                     for op in makers
                 ):
-                    if not self._is_argument(v, values):
+                    # It is no argument of the group, carried into a loop.
+                    if values.isdisjoint(reached([v], self.flow.sources)):
                         entering[v] = None
         return list(entering)
-
-    def _is_argument(self, value: int, arguments: set[int]) -> bool:
-        """True if a value is one of some arguments, carried into a loop."""
-        return not arguments.isdisjoint(reached([value], self.flow.sources))
 
     def _statistics(
         self,
@@ -314,10 +308,7 @@ class _Finder:
         entering: list[int],
         shape: tuple[int, ...],
     ) -> set[int]:
-        """Finds ops that compute norms and means of gradients and state.
-
-        They reduce sharded values, and must not gather them first.
-        """
+        """Finds ops that compute norms of gradients and state; they reduce shards."""
         program = self.program
         known = {program.args[p] for p in positions} | set(entering)
         known.update(r for op in inside for r in program.ops[op].results)

@@ -70,10 +70,7 @@ def axis_choices(rule: Rule, axis_size: int) -> list[AxisChoice]:
 
 
 def _looked_up(rule: Rule) -> tuple[set[int], set[int]]:
-    """Returns the columns and rows that a lookup's result has; none for other ops.
-
-    A lookup sums over a factor that its table has, and its indices do not.
-    """
+    """The columns and rows of a lookup's result: its table alone has what is summed."""
     if len(rule.operands) != 2:
         return set(), set()
     table, indices = ({f for dim in dims for f in dim} for dims in rule.operands)
@@ -156,8 +153,11 @@ class BlockSharding:
         self.mesh = mesh
         self._members = {m.op: m for m in block.members}
         self._ops = [op for op in block.ops if program.ops[op].rule is not None]
-        self._canonical = canonical
-        self._classes_of = cache(self._make_classes)
+        self._classes_of = cache(
+            lambda size, before: DimClasses(
+                program, block.ops, block.members, canonical, size, before
+            )
+        )
         self._is_behind = cache(self._find_behind)
         self._factors = cache(self._factors_split)
         self._axes = cache(self._axes_in_order)
@@ -180,17 +180,8 @@ class BlockSharding:
             for op, *factors in zip(self._ops, *splits, strict=True)
         ]
 
-    def _make_classes(self, size: int, before: int) -> DimClasses:
-        block = self.block
-        return DimClasses(
-            self.program, block.ops, block.members, self._canonical, size, before
-        )
-
     def _ways_before(self, strategy: Strategy, axis: int) -> int:
-        """Counts the parts into which earlier axes split dims that an axis splits.
-
-        One axis may split heads into groups, and the next the heads of a group.
-        """
+        """Counts parts into which earlier axes split an axis's dims, as heads."""
         choice, ways = strategy[axis], 1
         for (_, size), other in zip(self.mesh[:axis], strategy, strict=False):
             if NONE not in (other.inner, choice.inner) and (

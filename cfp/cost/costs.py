@@ -540,19 +540,16 @@ def _one_way(
         # Many strategies shard a value alike: each pair of shardings is priced once.
         rows: dict[Made, int] = {}
         columns: dict[tuple[Spec, ...], int] = {}
-        made = [rows.setdefault(_boundary_shardings(t, v), len(rows)) for t in makers]
+        made = []
+        for maker in makers:
+            have, partial = maker.makes[v]
+            if partial and v in maker.reads:  # It is summed where the block reads it.
+                have, partial = maker.reads[v][0], ()
+            made.append(rows.setdefault((have, partial), len(rows)))
         read = [columns.setdefault(t.reads[v], len(columns)) for t in readers]
         costs = [[terms.move_ms(v, how, wants) for wants in columns] for how in rows]
         total += np.array(costs)[np.ix_(made, read)]
     return total
-
-
-def _boundary_shardings(maker: BlockTerms, v: int) -> Made:
-    """A result's sharding outside its block; already summed if the block reads it."""
-    have, partial = maker.makes[v]
-    if partial and v in maker.reads:
-        return maker.reads[v][0], ()
-    return have, partial
 
 
 def _crossing(makers: Sequence[BlockTerms], readers: Sequence[BlockTerms]) -> list[int]:

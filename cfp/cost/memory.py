@@ -33,280 +33,6 @@ from cfp.presets.presets import data_parallel
 from cfp.program.constrain import CHEAP, makeable, rematerializable
 from cfp.program.graph import Op, Program, is_dequantized, searched_once
 
-# Readers of these ops' results read the operand's memory.
-_VIEWS = frozenset({"reshape", "transpose", "optimization_barrier"})
-# Ops fused into their readers.
-FUSED = CHEAP | _VIEWS | {"concatenate", "dynamic_slice", "pad", "reverse"}
-# Ops whose operands may be fused into them.
-_FUSING_OPERANDS = FUSED | {"reduce", "dynamic_update_slice"}
-
-# Order of dims in which a tensor is read, without dims of size 1; () is the order in
-# memory.
-Order = tuple[int, ...]
-_IN_MEMORY_ORDER: frozenset[Order] = frozenset({()})
-# An order after a reshape: no transpose is known to undo it.
-_LOST: Order = (-1,)
-
-
-def uses_through(
-    program: Program, v: int, goes_on: Callable[[Op, int], bool]
-) -> Iterator[tuple[Op, int]]:
-    """Yields a value's uses as (op, operand number), and uses of results made from it.
-
-    Args:
-        goes_on: function (op, result); True if the result's uses count, too.
-    """
-    stack, seen = [v], {v}
-    while stack:
-        for user, index in program.users[stack.pop()]:
-            op = program.ops[user]
-            yield op, index
-            fresh = [w for w in op.results if w not in seen and goes_on(op, w)]
-            seen.update(fresh)
-            stack += fresh
-
-
-def is_in_memory(program: Program, v: int) -> bool:
-    """True if a tensor has memory of its own, so is not fused into its readers."""
-    return _is_written(program, v) or v in _find_shared(program)
-
-
-@searched_once
-def _find_shared(program: Program) -> frozenset[int]:
-    """Values that are in memory only because several kernels read them."""
-    kernels = (program.ops[op] for op in _find_kernels(program))
-    shared = (v for op in kernels if op.kind in FUSED for v in op.results)
-    return frozenset(shared) - _kept(program)
-
-
-def _is_written(program: Program, v: int) -> bool:
-    return _has_memory(program, v) or v in summed_in_two_orders(program)
-
-
-def _has_memory(program: Program, v: int) -> bool:
-    """True if a tensor is in memory because of its producer's or a reader's kind."""
-    op = program.ops[program.values[v].producer]
-    if _is_view(program, op) or op.kind == "dynamic_update_slice":
-        return False  # An update is written into a loop's carried value.
-    if op.has_regions:
-        # A value that a loop only passes on is read from the loop's operand.
-        return bool(program.users[v])
-    # Numbers after a loop's operands are its returned values, which have own memory.
-    return op.kind not in FUSED or any(
-        user.kind not in _FUSING_OPERANDS and index < len(user.operands)
-        for user, index in uses_through(program, v, lambda op, _: _is_view(program, op))
-    )
-
-
-def _is_view(program: Program, op: Op) -> bool:
-    """True if readers read the op's operand: for views, and FP8 scaled by a product."""
-    return op.kind in _VIEWS or is_dequantized(program, op)
-
-
-@searched_once
-def summed_in_two_orders(program: Program) -> frozenset[int]:
-    """Summed values that combine tensors whose dims are read in different orders."""
-    orders: dict[int, frozenset[Order]] = {}
-    found = set()
-    for op in program.ops:
-        if op.id in program.leaf_ops:
-            continue
-        for v in op.results:
-            if _has_memory(program, v):
-                continue
-            size = _elements(program, v)
-            read = frozenset().union(
-                *(
-                    orders.get(w, _IN_MEMORY_ORDER)
-                    for w in op.operands
-                    # Smaller operands, such as a row's sum, do not count.
-                    if _elements(program, w) == size
-                    and program.values[w].producer not in program.leaf_ops
-                )
-            )
-            if op.kind == "transpose":
-                read = frozenset(_turned(op, order) for order in read)
-            elif op.kind == "reshape" and _is_regrouped(program, op):
-                read = frozenset(order and _LOST for order in read)
-            if len({*map(bool, read)}) > 1 and _is_summed(program, v):
-                found.add(v)
-                read = _IN_MEMORY_ORDER
-            orders[v] = read
-    return frozenset(found)
-
-
-def _is_regrouped(program: Program, op: Op) -> bool:
-    """True if a reshape does more than add or remove dims of size 1."""
-    before, after = (
-        [size for size in program.values[v].shape if size != 1]
-        for v in (op.operands[0], op.results[0])
-    )
-    return before != after
-
-
-def _elements(program: Program, v: int) -> int:
-    return prod(program.values[v].shape)
-
-
-def _turned(op: Op, order: Order) -> Order:
-    """Order in which a transpose's operand is read, from its result's order."""
-    rule = op.rule
-    if rule is None:
-        return order or (1, 0)
-    before, after = (
-        [f for f in map(rule.major, dims) if f is not None]
-        for dims in (rule.operands[0], rule.results[0])
-    )
-    moved = tuple(map(before.index, after))
-    if before == after:
-        return order
-    if order and len(order) != len(moved):
-        return _LOST
-    if order:
-        moved = tuple(order[place] for place in moved)
-    return () if moved == tuple(sorted(moved)) else moved
-
-
-def _is_summed(program: Program, v: int) -> bool:
-    uses = uses_through(program, v, lambda _, w: not _has_memory(program, w))
-    return any(op.kind == "reduce" for op, _ in uses)
-
-
-# Random bits are computed in the reading kernel, by twenty rounds of shifts. Shifting
-# an element takes as long as reading this many bytes. H200: 0.27.
-SHIFT_BYTES = 0.25
-_SHIFTS = frozenset({"shift_left", "shift_right_logical"})
-
-# Ops that read only as many elements of operand 0 as they make.
-_IN_PART = frozenset({"slice", "dynamic_slice", "gather"})
-
-# Bytes that a kernel reads, by tensor in memory; keys below 0 are shifts.
-Reads = dict[int, float]
-
-
-@searched_once
-def moved_bytes(program: Program) -> Mapping[int, float]:
-    """Bytes of unsharded tensors that kernels without products read and write.
-
-    Returns:
-        Bytes by op id: a kernel's last op has all its bytes, fused ops none.
-    """
-    kernels = _find_kernels(program)
-    within = _sums_within_others(program, kernels)
-    return {
-        op: 0.0 if op in within else _written(program, op) + sum(reads.values())
-        for op, reads in kernels.items()
-    }
-
-
-@searched_once
-def _find_kernels(program: Program) -> Mapping[int, Reads]:
-    users = program.users
-    made_of: dict[int, Reads] = {}
-    kernels: dict[int, Reads] = {}
-    kept = _kept(program)
-    for op in program.ops:
-        if op.id in program.leaf_ops or op.has_regions:
-            continue
-        if kept.isdisjoint(op.results) and not any(map(users.__getitem__, op.results)):
-            continue  # The compiler removes unused ops.
-        reads: Reads = {}
-        for w in op.operands[op.kind == "dynamic_update_slice" :]:
-            for source, size in _read(program, op, w, made_of).items():
-                reads[source] = max(size, reads.get(source, 0.0))
-        if op.kind in _SHIFTS:
-            reads[-1 - op.id] = SHIFT_BYTES * _elements(program, op.results[0])
-        ends = {_elements(program, v) for v in (*op.results[:1], *op.operands[:1])}
-        is_fused = (op.kind == "reduce" and len(ends) == 1) or (
-            op.kind in FUSED
-            and not any(
-                _is_written(program, v) or _is_shared(program, v, reads)
-                for v in op.results
-            )
-        )
-        is_fused &= kept.isdisjoint(op.results)
-        if is_fused:
-            made_of.update(dict.fromkeys(op.results, reads))
-        else:
-            kernels[op.id] = reads
-    return kernels
-
-
-def _kept(program: Program) -> frozenset[int]:
-    """Values returned by the program, a loop's body or a branch."""
-    yielded = (v for op in program.ops for v in op.yields)
-    return frozenset((*program.outputs, *yielded))
-
-
-def _read(
-    program: Program, op: Op, w: int, made_of: Mapping[int, Reads]
-) -> Mapping[int, float]:
-    """Bytes that an op reads for its operand `w`, by tensor in memory."""
-    if program.is_leaf(_handed_in(program, w)):
-        return {}
-    found = made_of.get(w, {w: float(program.values[w].size_bytes)})
-    if op.kind in _IN_PART and op.operands[0] == w:
-        share = _elements(program, op.results[0]) / max(1, _elements(program, w))
-        return {v: size * min(1.0, share) for v, size in found.items()}
-    return found
-
-
-def _handed_in(program: Program, v: int) -> int:
-    """Original of a value that loops only pass on."""
-    while (origin := program.values[v].origin) >= 0 and any(
-        v in program.ops[op].entered(place - len(program.ops[op].operands))
-        for op, place in program.users[v]
-    ):
-        v = origin
-    return v
-
-
-def _is_shared(program: Program, v: int, reads: Reads) -> bool:
-    """True if writing a value once moves fewer bytes than fusing it in each reader."""
-    readers = len({user for user, _ in program.users[v]})
-    once = sum(size for source, size in reads.items() if source >= 0)
-    return (readers - 1) * once > (readers + 1) * program.values[v].size_bytes
-
-
-def _written(program: Program, op_id: int) -> float:
-    op = program.ops[op_id]
-    # An update in place writes only the update, not the whole buffer.
-    written = op.operands[1:2] if op.kind == "dynamic_update_slice" else op.results
-    return float(sum(program.values[v].size_bytes for v in written))
-
-
-def _sums_within_others(program: Program, kernels: Mapping[int, Reads]) -> set[int]:
-    """Row sums that XLA fuses into a kernel reading the same rows.
-
-    In a softmax this is the sum of exponentials, but not the maximum.
-    """
-    readers: dict[int, list[int]] = defaultdict(list)
-    rows: dict[int, set[int]] = {}
-    for op_id, reads in kernels.items():
-        op = program.ops[op_id]
-        own = sum(program.values[v].size_bytes for v in op.results)
-        for v in reads:
-            readers[v].append(op_id)
-        if op.kind == "reduce" and _is_along_rows(op):
-            rows[op_id] = {v for v, size in reads.items() if size > own}
-    found = set()
-    for op_id, read in rows.items():
-        users = [user for v in program.ops[op_id].results for user in readers[v]]
-        if users and all(
-            read <= kernels[user].keys() and rows.get(user) != read for user in users
-        ):
-            found.add(op_id)
-    return found
-
-
-def _is_along_rows(op: Op) -> bool:
-    """True if a reduction is over the last dim of its operand."""
-    rule = op.rule
-    if rule is None or not rule.operands[0]:
-        return False
-    return any(f in rule.reduction for f in rule.operands[0][-1])
-
-
 # Ops that hand a tensor on to a heavy reader.
 _MOVING = frozenset({"convert", "reshape", "transpose"})
 
@@ -561,3 +287,275 @@ def _last_reader(program: Program, v: int, inside: Set[int]) -> int:
 
     uses = uses_through(program, v, is_fused)
     return max((own(op.id) for op, _ in uses), default=-1)
+
+
+# ------------------------------------------------------------------------------- fusion
+
+# Readers of these ops' results read the operand's memory.
+_VIEWS = frozenset({"reshape", "transpose", "optimization_barrier"})
+# Ops fused into their readers.
+FUSED = CHEAP | _VIEWS | {"concatenate", "dynamic_slice", "pad", "reverse"}
+# Ops whose operands may be fused into them.
+_FUSING_OPERANDS = FUSED | {"reduce", "dynamic_update_slice"}
+
+# Order of dims in which a tensor is read, without dims of size 1; () is the order in
+# memory.
+Order = tuple[int, ...]
+_IN_MEMORY_ORDER: frozenset[Order] = frozenset({()})
+# An order after a reshape: no transpose is known to undo it.
+_LOST: Order = (-1,)
+
+
+def uses_through(
+    program: Program, v: int, goes_on: Callable[[Op, int], bool]
+) -> Iterator[tuple[Op, int]]:
+    """Yields a value's uses as (op, operand number), and uses of results made from it.
+
+    Args:
+        goes_on: function (op, result); True if the result's uses count, too.
+    """
+    stack, seen = [v], {v}
+    while stack:
+        for user, index in program.users[stack.pop()]:
+            op = program.ops[user]
+            yield op, index
+            fresh = [w for w in op.results if w not in seen and goes_on(op, w)]
+            seen.update(fresh)
+            stack += fresh
+
+
+def is_in_memory(program: Program, v: int) -> bool:
+    """True if a tensor has memory of its own, so is not fused into its readers."""
+    return _is_written(program, v) or v in _find_shared(program)
+
+
+@searched_once
+def _find_shared(program: Program) -> frozenset[int]:
+    """Values that are in memory only because several kernels read them."""
+    kernels = (program.ops[op] for op in _find_kernels(program))
+    shared = (v for op in kernels if op.kind in FUSED for v in op.results)
+    return frozenset(shared) - _kept(program)
+
+
+def _is_written(program: Program, v: int) -> bool:
+    return _has_memory(program, v) or v in summed_in_two_orders(program)
+
+
+def _has_memory(program: Program, v: int) -> bool:
+    """True if a tensor is in memory because of its producer's or a reader's kind."""
+    op = program.ops[program.values[v].producer]
+    if _is_view(program, op) or op.kind == "dynamic_update_slice":
+        return False  # An update is written into a loop's carried value.
+    if op.has_regions:
+        # A value that a loop only passes on is read from the loop's operand.
+        return bool(program.users[v])
+    # Numbers after a loop's operands are its returned values, which have own memory.
+    return op.kind not in FUSED or any(
+        user.kind not in _FUSING_OPERANDS and index < len(user.operands)
+        for user, index in uses_through(program, v, lambda op, _: _is_view(program, op))
+    )
+
+
+def _is_view(program: Program, op: Op) -> bool:
+    """True if readers read the op's operand: for views, and FP8 scaled by a product."""
+    return op.kind in _VIEWS or is_dequantized(program, op)
+
+
+@searched_once
+def summed_in_two_orders(program: Program) -> frozenset[int]:
+    """Summed values that combine tensors whose dims are read in different orders."""
+    orders: dict[int, frozenset[Order]] = {}
+    found = set()
+    for op in program.ops:
+        if op.id in program.leaf_ops:
+            continue
+        for v in op.results:
+            if _has_memory(program, v):
+                continue
+            size = _elements(program, v)
+            read = frozenset().union(
+                *(
+                    orders.get(w, _IN_MEMORY_ORDER)
+                    for w in op.operands
+                    # Smaller operands, such as a row's sum, do not count.
+                    if _elements(program, w) == size
+                    and program.values[w].producer not in program.leaf_ops
+                )
+            )
+            if op.kind == "transpose":
+                read = frozenset(_turned(op, order) for order in read)
+            elif op.kind == "reshape" and _is_regrouped(program, op):
+                read = frozenset(order and _LOST for order in read)
+            if len({*map(bool, read)}) > 1 and _is_summed(program, v):
+                found.add(v)
+                read = _IN_MEMORY_ORDER
+            orders[v] = read
+    return frozenset(found)
+
+
+def _is_regrouped(program: Program, op: Op) -> bool:
+    """True if a reshape does more than add or remove dims of size 1."""
+    before, after = (
+        [size for size in program.values[v].shape if size != 1]
+        for v in (op.operands[0], op.results[0])
+    )
+    return before != after
+
+
+def _elements(program: Program, v: int) -> int:
+    return prod(program.values[v].shape)
+
+
+def _turned(op: Op, order: Order) -> Order:
+    """Order in which a transpose's operand is read, from its result's order."""
+    rule = op.known_rule
+    before, after = (
+        [f for f in map(rule.major, dims) if f is not None]
+        for dims in (rule.operands[0], rule.results[0])
+    )
+    moved = tuple(map(before.index, after))
+    if before == after:
+        return order
+    if order and len(order) != len(moved):
+        return _LOST
+    if order:
+        moved = tuple(order[place] for place in moved)
+    return () if moved == tuple(sorted(moved)) else moved
+
+
+def _is_summed(program: Program, v: int) -> bool:
+    uses = uses_through(program, v, lambda _, w: not _has_memory(program, w))
+    return any(op.kind == "reduce" for op, _ in uses)
+
+
+# Random bits are computed in the reading kernel, by twenty rounds of shifts. Shifting
+# an element takes as long as reading this many bytes. H200: 0.27.
+SHIFT_BYTES = 0.25
+_SHIFTS = frozenset({"shift_left", "shift_right_logical"})
+
+# Ops that read only as many elements of operand 0 as they make.
+_IN_PART = frozenset({"slice", "dynamic_slice", "gather"})
+
+# Bytes that a kernel reads, by tensor in memory; keys below 0 are shifts.
+Reads = dict[int, float]
+
+
+@searched_once
+def moved_bytes(program: Program) -> Mapping[int, float]:
+    """Bytes of unsharded tensors that kernels without products read and write.
+
+    Returns:
+        Bytes by op id: a kernel's last op has all its bytes, fused ops none.
+    """
+    kernels = _find_kernels(program)
+    within = _sums_within_others(program, kernels)
+    return {
+        op: 0.0 if op in within else _written(program, op) + sum(reads.values())
+        for op, reads in kernels.items()
+    }
+
+
+@searched_once
+def _find_kernels(program: Program) -> Mapping[int, Reads]:
+    users = program.users
+    made_of: dict[int, Reads] = {}
+    kernels: dict[int, Reads] = {}
+    kept = _kept(program)
+    for op in program.ops:
+        if op.id in program.leaf_ops or op.has_regions:
+            continue
+        if kept.isdisjoint(op.results) and not any(map(users.__getitem__, op.results)):
+            continue  # The compiler removes unused ops.
+        reads: Reads = {}
+        for w in op.operands[op.kind == "dynamic_update_slice" :]:
+            for source, size in _read(program, op, w, made_of).items():
+                reads[source] = max(size, reads.get(source, 0.0))
+        if op.kind in _SHIFTS:
+            reads[-1 - op.id] = SHIFT_BYTES * _elements(program, op.results[0])
+        ends = {_elements(program, v) for v in (*op.results[:1], *op.operands[:1])}
+        is_fused = (op.kind == "reduce" and len(ends) == 1) or (
+            op.kind in FUSED
+            and not any(
+                _is_written(program, v) or _is_shared(program, v, reads)
+                for v in op.results
+            )
+        )
+        is_fused &= kept.isdisjoint(op.results)
+        if is_fused:
+            made_of.update(dict.fromkeys(op.results, reads))
+        else:
+            kernels[op.id] = reads
+    return kernels
+
+
+def _kept(program: Program) -> frozenset[int]:
+    """Values returned by the program, a loop's body or a branch."""
+    yielded = (v for op in program.ops for v in op.yields)
+    return frozenset((*program.outputs, *yielded))
+
+
+def _read(
+    program: Program, op: Op, w: int, made_of: Mapping[int, Reads]
+) -> Mapping[int, float]:
+    """Bytes that an op reads for its operand `w`, by tensor in memory."""
+    if program.is_leaf(_handed_in(program, w)):
+        return {}
+    found = made_of.get(w, {w: float(program.values[w].size_bytes)})
+    if op.kind in _IN_PART and op.operands[0] == w:
+        share = _elements(program, op.results[0]) / max(1, _elements(program, w))
+        return {v: size * min(1.0, share) for v, size in found.items()}
+    return found
+
+
+def _handed_in(program: Program, v: int) -> int:
+    """Original of a value that loops only pass on."""
+    while (origin := program.values[v].origin) >= 0 and any(
+        v in program.ops[op].entered(place - len(program.ops[op].operands))
+        for op, place in program.users[v]
+    ):
+        v = origin
+    return v
+
+
+def _is_shared(program: Program, v: int, reads: Reads) -> bool:
+    """True if writing a value once moves fewer bytes than fusing it in each reader."""
+    readers = len({user for user, _ in program.users[v]})
+    once = sum(size for source, size in reads.items() if source >= 0)
+    return (readers - 1) * once > (readers + 1) * program.values[v].size_bytes
+
+
+def _written(program: Program, op_id: int) -> float:
+    op = program.ops[op_id]
+    # An update in place writes only the update, not the whole buffer.
+    written = op.operands[1:2] if op.kind == "dynamic_update_slice" else op.results
+    return float(sum(program.values[v].size_bytes for v in written))
+
+
+def _sums_within_others(program: Program, kernels: Mapping[int, Reads]) -> set[int]:
+    """Row sums that XLA fuses into a kernel reading the same rows.
+
+    In a softmax this is the sum of exponentials, but not the maximum.
+    """
+    readers: dict[int, list[int]] = defaultdict(list)
+    rows: dict[int, set[int]] = {}
+    for op_id, reads in kernels.items():
+        op = program.ops[op_id]
+        own = sum(program.values[v].size_bytes for v in op.results)
+        for v in reads:
+            readers[v].append(op_id)
+        if op.kind == "reduce" and _is_along_rows(op):
+            rows[op_id] = {v for v, size in reads.items() if size > own}
+    found = set()
+    for op_id, read in rows.items():
+        users = [user for v in program.ops[op_id].results for user in readers[v]]
+        if users and all(
+            read <= kernels[user].keys() and rows.get(user) != read for user in users
+        ):
+            found.add(op_id)
+    return found
+
+
+def _is_along_rows(op: Op) -> bool:
+    """True if a reduction is over the last dim of its operand."""
+    rule = op.known_rule
+    return any(f in rule.reduction for dim in rule.operands[0][-1:] for f in dim)

@@ -350,11 +350,7 @@ Step = tuple[str, tuple[str, ...], float]
 
 
 def transition(
-    size_bytes: float,
-    have: Spec,
-    partial: tuple[str, ...],
-    want: Spec,
-    mesh: Mesh,
+    size_bytes: float, have: Spec, partial: tuple[str, ...], want: Spec, mesh: Mesh
 ) -> tuple[Step, ...]:
     """Lists the collectives that reshard a tensor from `have` to `want`.
 

@@ -42,265 +42,6 @@ from cfp.profiling.collectives import (
 )
 from cfp.settings import defaults_of
 
-Count = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
-Positive = Annotated[float, Field(strict=True, gt=0)]
-Points = Annotated[list[tuple[Positive, Positive]], Field(min_length=2)]
-Basis = Literal["measured", "specified"]
-
-
-class _Table(BaseModel):
-    """Base of TOML tables; unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Number(_Table):
-    """A number with its origin; a bare number in a file is specified.
-
-    Attributes:
-        value: in the unit that the field's name ends with.
-        basis: "measured" or "specified".
-        source: a measurement or a vendor's document, for readers of the file.
-    """
-
-    value: Annotated[float, Field(strict=True, gt=0, lt=1e7)]
-    basis: Basis = "specified"
-    source: str = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _complete(cls, data: Any) -> Any:
-        return data if isinstance(data, Mapping) else {"value": data}
-
-
-class Curves(_Table):
-    """Times of collectives within a host, as points [bytes, milliseconds].
-
-    Bytes are those of the whole tensor of a group.
-
-    Attributes:
-        devices: number of devices in the group.
-    """
-
-    devices: Count = 2
-    basis: Basis = "specified"
-    source: str = ""
-    all_reduce: Points = Field(alias="all-reduce")
-    all_gather: Points = Field(alias="all-gather")
-    reduce_scatter: Points = Field(alias="reduce-scatter")
-    all_to_all: Points = Field(alias="all-to-all")
-
-    @property
-    def times(self) -> Mapping[str, Curve]:
-        """Curves by kind of collective, such as "all-reduce"; times never fall."""
-        values = self.model_dump(by_alias=True)
-        return {k: rising((int(size), ms) for size, ms in values[k]) for k in KINDS}
-
-
-class DeviceKind(_Table):
-    """A kind of device, or a cluster of them, as a TOML file describes it.
-
-    Attributes:
-        device_kind: JAX's name, `jax.Device.device_kind`.
-        devices_per_host: of a cluster; for a kind, the most that a host holds.
-        measured: measured rates by field name, beside the specified ones.
-        link_gb_per_s: TPU: rate of one link in one direction, two links in each dim.
-        link_latency_us: TPU: time from a device to its neighbour.
-        target_config: GPU: target description for XLA's compiler, in text format.
-        torus_dims: TPU: number of dims of a slice; 0 for GPUs.
-        torus_ring: TPU: a dim whose size is a multiple of this closes to a ring.
-    """
-
-    name: str
-    device_kind: str = ""
-    aliases: tuple[str, ...] = ()
-    hosts: Count = 1
-    devices_per_host: Count = 8
-    memory_gib: Number
-    bfloat16_tflop_per_s: Number
-    float32_tflop_per_s: Number
-    memory_gb_per_s: Number
-    link_gb_per_s: Number | None = None
-    link_latency_us: Number = Number(value=1.0)
-    network_gb_per_s: Number | None = None
-    # Latency of a message over InfiniBand or RoCE, roughly as vendors specify it.
-    network_latency_us: Number = Number(value=5.0)
-    target_config: str = ""
-    torus_dims: int = 0
-    torus_ring: int = 1
-    measured: dict[str, Number] = {}
-    curves: Curves | None = None
-
-    @model_validator(mode="after")
-    def _has_links(self) -> DeviceKind:
-        if self.curves is None and self.link_gb_per_s is None:
-            raise ValueError("a device needs link_gb_per_s, or curves")
-        return self
-
-    @property
-    def platform(self) -> str:
-        """Platform: "gpu" or "tpu"."""
-        return "tpu" if self.torus_dims else "gpu"
-
-    @property
-    def memory_bytes(self) -> int:
-        """All memory of a device, in bytes."""
-        return int(self.memory_gib.value * 2**30)
-
-    def specified(self, name: str) -> float:
-        """The specified value of a field, such as `memory_gb_per_s`."""
-        return getattr(self, name).value
-
-    def expected(self, name: str) -> float:
-        """The rate that programs reach: measured, or estimated from the specified."""
-        own: Number = self.measured.get(name) or getattr(self, name)
-        if own.basis == "measured" or self.torus_dims:
-            return own.value
-        known = kind(_MEASURED_KIND)
-        return own.value * known.measured[name].value / known.specified(name)
-
-    @property
-    def link_times(self) -> tuple[int, Mapping[str, Curve]]:
-        """Returns (devices in the group, collectives' curves by kind) within a host.
-
-        Without own curves, H200's are scaled to the bandwidth of this kind's links.
-        """
-        if self.curves is not None:
-            return self.curves.devices, self.curves.times
-        known = kind(_MEASURED_KIND)
-        assert known.curves and known.link_gb_per_s and self.link_gb_per_s
-        slower = known.link_gb_per_s.value / self.link_gb_per_s.value
-        times = {
-            what: tuple(
-                (size, curve[0][1] + (ms - curve[0][1]) * slower) for size, ms in curve
-            )
-            for what, curve in known.curves.times.items()
-        }
-        return known.curves.devices, times
-
-
-# The kind whose measured share of its specification is assumed for other GPUs.
-_MEASURED_KIND = "h200"
-_FOLDER = resources.files("cfp.devices").joinpath("kinds")
-
-
-def read(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
-    """Checks a parsed TOML description.
-
-    A key `kind` starts from a shipped kind; other keys replace the kind's specified and
-    measured numbers. `where` is the file's name, for errors.
-
-    Raises:
-        CfpError: a name is unknown, or a value is missing or not allowed.
-    """
-    data = dict(data)
-    if isinstance(start := data.pop("kind", None), str):
-        base = kind(start).model_dump(by_alias=True, exclude_unset=True)
-        measured = base.get("measured", {}).items()
-        base["measured"] = {k: number for k, number in measured if k not in data}
-        if "link_gb_per_s" in data:
-            base.pop("curves", None)
-        data = base | data
-    try:
-        return DeviceKind.model_validate({"name": name, "device_kind": name, **data})
-    except ValidationError as error:
-        first, near = error.errors()[0], ""
-        path = ".".join(map(str, first["loc"]))
-        value = "" if first["type"] == "missing" else f" = {first['input']!r}"[:200]
-        if first["type"] == "extra_forbidden":
-            near = f"{known_names(path, DeviceKind.model_fields)} "
-        raise CfpError(
-            f"{where}: {path}{value}: {first['msg']}. {near}kind = "
-            f'"{_MEASURED_KIND}" starts from a shipped kind; see '
-            "docs/planning-ahead.md."
-        ) from error
-
-
-@cache
-def kinds() -> Mapping[str, DeviceKind]:
-    """Shipped kinds by name and alias."""
-    found = {}
-    for file in _FOLDER.iterdir():
-        if file.name.endswith(".toml"):
-            data = tomllib.loads(file.read_text(encoding="utf-8"))
-            one = read(data, file.name.removesuffix(".toml"), file.name)
-            found |= dict.fromkeys((one.name, *one.aliases), one)
-    return dict(sorted(found.items()))
-
-
-def kind(name: str) -> DeviceKind:
-    """Returns a shipped kind by its name or alias.
-
-    Raises:
-        CfpError: the name is unknown.
-    """
-    if (known := kinds().get(name.lower())) is None:
-        raise CfpError(
-            f"There is no kind of device {name!r}. {known_names(name, kinds())} A file "
-            'describes another: --for cluster.toml, cfp.described("cluster.toml").'
-        )
-    return known
-
-
-@cache
-def kind_of(device_kind: str) -> DeviceKind | None:
-    """Returns the shipped kind with JAX's `device_kind`, or None."""
-    every = kinds().values()
-    return next((one for one in every if one.device_kind == device_kind), None)
-
-
-def description_of(mesh: Mesh, rates: Rates) -> str:
-    """Writes a TOML description of a host's devices from their measured rates.
-
-    Args:
-        mesh: devices of one host, on one axis.
-
-    Raises:
-        CfpError: not exactly one axis has several devices.
-    """
-    sizes = {name: size for name, size in mesh.shape.items() if size > 1}
-    if len(sizes) != 1:
-        raise CfpError(
-            "--describe needs a mesh with one axis of several devices, got "
-            f"{dict(mesh.shape)}. Give --mesh x={mesh.size} --describe FILE."
-        )
-    [(axis, count)] = sizes.items()
-    device = mesh.local_devices[0]
-    source = (
-        f"measured on {count} of {device.device_kind}, {datetime.now(UTC):%Y-%m-%d}"
-    )
-    numbers = {
-        "memory_gib": _memory_bytes(mesh) / 2**30,
-        **{f"{t}_tflop_per_s": r / 1e9 for t, r in rates.matmul_flops_per_ms.items()},
-        "memory_gb_per_s": rates.memory_bytes_per_ms / 1e6,
-    }
-    origin = 'basis = "measured"', f'source = "{source}"'
-    measured = ", ".join(origin)
-    lines = [
-        f'device_kind = "{device.device_kind}"',
-        f"devices_per_host = {count}",
-        *(f"{k} = {{ value = {v:.6g}, {measured} }}" for k, v in numbers.items()),
-        "",
-        "# [bytes of the whole tensor of a group, ms]",
-        "[curves]",
-        f"devices = {count}",
-        *origin,
-    ]
-    for what in KINDS:
-        points = (f"[{size}, {ms:.6g}]" for size, ms in rates.curves[what, (axis,)])
-        lines.append(f"{what} = [{', '.join(points)}]")
-    return "\n".join(lines) + "\n"
-
-
-def _memory_bytes(mesh: Mesh) -> float:
-    """All memory of a device; for virtual CPU devices an equal part of the host's."""
-    stats = mesh.local_devices[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
-        return stats["bytes_limit"] / fraction
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size
-
-
 Axes = tuple[tuple[str, int], ...]
 
 # Share of a GPU's memory that JAX uses by default.
@@ -622,3 +363,264 @@ def cluster_of(text: str) -> Cluster:
             "devices_per_host for larger hosts."
         )
     return Cluster(text=text, kind=found, hosts=hosts, per_host=per_host, torus=torus)
+
+
+# --------------------------------------------------------------------- kinds of devices
+
+Count = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
+Positive = Annotated[float, Field(strict=True, gt=0)]
+Points = Annotated[list[tuple[Positive, Positive]], Field(min_length=2)]
+Basis = Literal["measured", "specified"]
+
+
+class _Table(BaseModel):
+    """Base of TOML tables; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Number(_Table):
+    """A number with its origin; a bare number in a file is specified.
+
+    Attributes:
+        value: in the unit that the field's name ends with.
+        basis: "measured" or "specified".
+        source: a measurement or a vendor's document, for readers of the file.
+    """
+
+    value: Annotated[float, Field(strict=True, gt=0, lt=1e7)]
+    basis: Basis = "specified"
+    source: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, data: Any) -> Any:
+        return data if isinstance(data, Mapping) else {"value": data}
+
+
+class Curves(_Table):
+    """Times of collectives within a host, as points [bytes, milliseconds].
+
+    Bytes are those of the whole tensor of a group.
+
+    Attributes:
+        devices: number of devices in the group.
+    """
+
+    devices: Count = 2
+    basis: Basis = "specified"
+    source: str = ""
+    all_reduce: Points = Field(alias="all-reduce")
+    all_gather: Points = Field(alias="all-gather")
+    reduce_scatter: Points = Field(alias="reduce-scatter")
+    all_to_all: Points = Field(alias="all-to-all")
+
+    @property
+    def times(self) -> Mapping[str, Curve]:
+        """Curves by kind of collective, such as "all-reduce"; times never fall."""
+        values = self.model_dump(by_alias=True)
+        return {k: rising((int(size), ms) for size, ms in values[k]) for k in KINDS}
+
+
+class DeviceKind(_Table):
+    """A kind of device, or a cluster of them, as a TOML file describes it.
+
+    Attributes:
+        device_kind: JAX's name, `jax.Device.device_kind`.
+        devices_per_host: of a cluster; for a kind, the most that a host holds.
+        measured: measured rates by field name, beside the specified ones.
+        link_gb_per_s: TPU: rate of one link in one direction, two links in each dim.
+        link_latency_us: TPU: time from a device to its neighbour.
+        target_config: GPU: target description for XLA's compiler, in text format.
+        torus_dims: TPU: number of dims of a slice; 0 for GPUs.
+        torus_ring: TPU: a dim whose size is a multiple of this closes to a ring.
+    """
+
+    name: str
+    device_kind: str = ""
+    aliases: tuple[str, ...] = ()
+    hosts: Count = 1
+    devices_per_host: Count = 8
+    memory_gib: Number
+    bfloat16_tflop_per_s: Number
+    float32_tflop_per_s: Number
+    memory_gb_per_s: Number
+    link_gb_per_s: Number | None = None
+    link_latency_us: Number = Number(value=1.0)
+    network_gb_per_s: Number | None = None
+    # Latency of a message over InfiniBand or RoCE, roughly as vendors specify it.
+    network_latency_us: Number = Number(value=5.0)
+    target_config: str = ""
+    torus_dims: int = 0
+    torus_ring: int = 1
+    measured: dict[str, Number] = {}
+    curves: Curves | None = None
+
+    @model_validator(mode="after")
+    def _has_links(self) -> DeviceKind:
+        if self.curves is None and self.link_gb_per_s is None:
+            raise ValueError("a device needs link_gb_per_s, or curves")
+        return self
+
+    @property
+    def platform(self) -> str:
+        """Platform: "gpu" or "tpu"."""
+        return "tpu" if self.torus_dims else "gpu"
+
+    @property
+    def memory_bytes(self) -> int:
+        """All memory of a device, in bytes."""
+        return int(self.memory_gib.value * 2**30)
+
+    def specified(self, name: str) -> float:
+        """The specified value of a field, such as `memory_gb_per_s`."""
+        return getattr(self, name).value
+
+    def expected(self, name: str) -> float:
+        """The rate that programs reach: measured, or estimated from the specified."""
+        own: Number = self.measured.get(name) or getattr(self, name)
+        if own.basis == "measured" or self.torus_dims:
+            return own.value
+        known = kind(_MEASURED_KIND)
+        return own.value * known.measured[name].value / known.specified(name)
+
+    @property
+    def link_times(self) -> tuple[int, Mapping[str, Curve]]:
+        """Returns (devices in the group, collectives' curves by kind) within a host.
+
+        Without own curves, H200's are scaled to the bandwidth of this kind's links.
+        """
+        if self.curves is not None:
+            return self.curves.devices, self.curves.times
+        known = kind(_MEASURED_KIND)
+        assert known.curves and known.link_gb_per_s and self.link_gb_per_s
+        slower = known.link_gb_per_s.value / self.link_gb_per_s.value
+        times = {
+            what: tuple(
+                (size, curve[0][1] + (ms - curve[0][1]) * slower) for size, ms in curve
+            )
+            for what, curve in known.curves.times.items()
+        }
+        return known.curves.devices, times
+
+
+# The kind whose measured share of its specification is assumed for other GPUs.
+_MEASURED_KIND = "h200"
+_FOLDER = resources.files("cfp.devices").joinpath("kinds")
+
+
+def read(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
+    """Checks a parsed TOML description.
+
+    A key `kind` starts from a shipped kind; other keys replace the kind's specified and
+    measured numbers. `where` is the file's name, for errors.
+
+    Raises:
+        CfpError: a name is unknown, or a value is missing or not allowed.
+    """
+    data = dict(data)
+    if isinstance(start := data.pop("kind", None), str):
+        base = kind(start).model_dump(by_alias=True, exclude_unset=True)
+        measured = base.get("measured", {}).items()
+        base["measured"] = {k: number for k, number in measured if k not in data}
+        if "link_gb_per_s" in data:
+            base.pop("curves", None)
+        data = base | data
+    try:
+        return DeviceKind.model_validate({"name": name, "device_kind": name, **data})
+    except ValidationError as error:
+        first, near = error.errors()[0], ""
+        path = ".".join(map(str, first["loc"]))
+        value = "" if first["type"] == "missing" else f" = {first['input']!r}"[:200]
+        if first["type"] == "extra_forbidden":
+            near = f"{known_names(path, DeviceKind.model_fields)} "
+        raise CfpError(
+            f"{where}: {path}{value}: {first['msg']}. {near}kind = "
+            f'"{_MEASURED_KIND}" starts from a shipped kind; see '
+            "docs/planning-ahead.md."
+        ) from error
+
+
+@cache
+def kinds() -> Mapping[str, DeviceKind]:
+    """Shipped kinds by name and alias."""
+    found = {}
+    for file in _FOLDER.iterdir():
+        if file.name.endswith(".toml"):
+            data = tomllib.loads(file.read_text(encoding="utf-8"))
+            one = read(data, file.name.removesuffix(".toml"), file.name)
+            found |= dict.fromkeys((one.name, *one.aliases), one)
+    return dict(sorted(found.items()))
+
+
+def kind(name: str) -> DeviceKind:
+    """Returns a shipped kind by its name or alias.
+
+    Raises:
+        CfpError: the name is unknown.
+    """
+    if (known := kinds().get(name.lower())) is None:
+        raise CfpError(
+            f"There is no kind of device {name!r}. {known_names(name, kinds())} A file "
+            'describes another: --for cluster.toml, cfp.described("cluster.toml").'
+        )
+    return known
+
+
+@cache
+def kind_of(device_kind: str) -> DeviceKind | None:
+    """Returns the shipped kind with JAX's `device_kind`, or None."""
+    every = kinds().values()
+    return next((one for one in every if one.device_kind == device_kind), None)
+
+
+def description_of(mesh: Mesh, rates: Rates) -> str:
+    """Writes a TOML description of a host's devices from their measured rates.
+
+    Args:
+        mesh: devices of one host, on one axis.
+
+    Raises:
+        CfpError: not exactly one axis has several devices.
+    """
+    sizes = {name: size for name, size in mesh.shape.items() if size > 1}
+    if len(sizes) != 1:
+        raise CfpError(
+            "--describe needs a mesh with one axis of several devices, got "
+            f"{dict(mesh.shape)}. Give --mesh x={mesh.size} --describe FILE."
+        )
+    [(axis, count)] = sizes.items()
+    device = mesh.local_devices[0]
+    source = (
+        f"measured on {count} of {device.device_kind}, {datetime.now(UTC):%Y-%m-%d}"
+    )
+    numbers = {
+        "memory_gib": _memory_bytes(mesh) / 2**30,
+        **{f"{t}_tflop_per_s": r / 1e9 for t, r in rates.matmul_flops_per_ms.items()},
+        "memory_gb_per_s": rates.memory_bytes_per_ms / 1e6,
+    }
+    origin = 'basis = "measured"', f'source = "{source}"'
+    measured = ", ".join(origin)
+    lines = [
+        f'device_kind = "{device.device_kind}"',
+        f"devices_per_host = {count}",
+        *(f"{k} = {{ value = {v:.6g}, {measured} }}" for k, v in numbers.items()),
+        "",
+        "# [bytes of the whole tensor of a group, ms]",
+        "[curves]",
+        f"devices = {count}",
+        *origin,
+    ]
+    for what in KINDS:
+        points = (f"[{size}, {ms:.6g}]" for size, ms in rates.curves[what, (axis,)])
+        lines.append(f"{what} = [{', '.join(points)}]")
+    return "\n".join(lines) + "\n"
+
+
+def _memory_bytes(mesh: Mesh) -> float:
+    """All memory of a device; for virtual CPU devices an equal part of the host's."""
+    stats = mesh.local_devices[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
+        return stats["bytes_limit"] / fraction
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size

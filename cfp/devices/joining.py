@@ -196,14 +196,9 @@ def join_if_asked() -> None:
     """Calls :func:`join` if the environment asks for it and JAX has not joined yet."""
     if is_asked() and not jax.distributed.is_initialized():
         join(
-            join_seconds=_seconds("CFP_JOIN_SECONDS", JOIN_SECONDS),
-            lost_seconds=_seconds("CFP_LOST_SECONDS", LOST_SECONDS),
+            join_seconds=_number("CFP_JOIN_SECONDS", None, os.environ) or JOIN_SECONDS,
+            lost_seconds=_number("CFP_LOST_SECONDS", None, os.environ) or LOST_SECONDS,
         )
-
-
-def _seconds(name: str, usual: int) -> int:
-    found = _number(name, None, os.environ)
-    return usual if found is None else found
 
 
 def is_follower() -> bool:

@@ -42,6 +42,8 @@ from jax.tree_util import (
 
 from cfp.errors import OptionError, StepNotTraceable, known_names
 
+_MOST_NAMED = 4  # Leaves in a message.
+
 
 def check_names(
     fn: Callable[..., Any], option: str, names: str | Sequence[str]
@@ -162,12 +164,11 @@ def by_position(
 
     So keywords make no difference.
     """
-    placed, named = list(args), dict(kwargs)
-    for one in [*(_parameters(fn) or {}).values()][len(placed) :]:
-        if one.kind is not one.POSITIONAL_OR_KEYWORD or one.name not in named:
-            break
-        placed.append(named.pop(one.name))
-    return tuple(placed), named
+    try:
+        bound = inspect.signature(fn).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # It tells no parameters, or has others.
+        return tuple(args), dict(kwargs)
+    return bound.args, bound.kwargs
 
 
 def parameter_names(fn: Callable[..., Any]) -> list[str]:
@@ -195,9 +196,6 @@ def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | Non
         return inspect.signature(fn).parameters
     except (TypeError, ValueError):
         return None
-
-
-_MOST_NAMED = 3
 
 
 def changed(
@@ -234,12 +232,6 @@ def _may_change(node: Any) -> bool:
 def may_change_any(tree: Any) -> bool:
     """True if a pytree holds any module that a step could change in place."""
     return any(map(_may_change, tree_leaves(tree, is_leaf=_may_change)))
-
-
-def not_among(changed: Mapping[str, Any], results: Any) -> list[str]:
-    """Paths of changed arrays that are not themselves leaves of a step's results."""
-    returned = {id(leaf) for leaf in tree_leaves(results)}
-    return [path for path, array in changed.items() if id(array) not in returned]
 
 
 def lost_changes(
@@ -301,20 +293,13 @@ def _origin(var: Any, makers: Mapping[Any, JaxprEqn]) -> Any:
 
 def lost_changes_text(name: str, lost: Sequence[str]) -> str:
     """Returns the message about a step that loses changes, and how to write it."""
-    roots = list(dict.fromkeys(path.partition("/")[0] for path in lost))
-    given = ", ".join(roots)
-    named = first_named(lost, _MOST_NAMED)
+    given = ", ".join(dict.fromkeys(path.partition("/")[0] for path in lost))
     return (
-        f"The step {name!r} changes {named} in place, and does not return what it "
-        "changed. nnx.jit copies such changes back; cfp, like jax.jit, does not: they "
-        "would be lost, and nothing would be trained.\n"
-        "Return what is changed, and pass it in again:\n"
-        f"    def {name}({given}, ...):\n"
-        "        ...  # as before\n"
-        f"        return {given}, loss\n"
-        f"    {given}, loss = step({given}, ...)\n"
-        "Or pass their arrays alone, and put the modules together inside: "
-        "(docs/frameworks.md, 'Modules that are updated in place')"
+        f"The step {name!r} changes {first_named(lost)} in place, and does not return "
+        "it: the changes would be lost, and nothing would be trained. Write "
+        f"`return {given}, loss` and `{given}, loss = step({given}, ...)`, or pass "
+        "arrays alone, and put the modules together inside (docs/frameworks.md, "
+        "'Modules that are updated in place')."
     )
 
 
@@ -354,23 +339,18 @@ def _held(fn: Any) -> Iterator[tuple[str, Any]]:
 
 def lost_surroundings_text(name: str, lost: Sequence[str]) -> str:
     """Returns the message about a step that overwrites arrays outside its arguments."""
-    named = first_named(lost, _MOST_NAMED)
     return (
-        f"The step {name!r} assigns to {named}, which is not one of its arguments. A "
-        "planned step is a function, like under jax.jit: that happens once, while it "
-        "is traced, and leaves no array there.\n"
-        "Make it an argument, and return its new value:\n"
-        f"    def {name}(state, ...):\n"
-        "        ...\n"
-        "        return state, loss\n"
-        "(docs/frameworks.md, 'Modules that are updated in place')"
+        f"The step {name!r} assigns to {first_named(lost)}, which is not one of its "
+        "arguments: that happens once, while it is traced, and leaves no array there. "
+        "Make it an argument, and return its new value (docs/frameworks.md, 'Modules "
+        "that are updated in place')."
     )
 
 
-def first_named(names: Sequence[str], most: int) -> str:
+def first_named(names: Sequence[str]) -> str:
     """The first few of some names, and how many more there are."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 # A mask is a constant of the program that makes it: of this many elements at most.

@@ -279,11 +279,7 @@ class Dispatch:
         )
 
     def _looked_up(self, look: Look, there: set[int]) -> tuple[_Memory, Sequence[int]]:
-        """Finds out which arguments are the latest results, and which may share memory.
-
-        Args:
-            there: those of the new ones that are where the step takes them.
-        """
+        """Finds arguments that are latest results, or that may share memory."""
         _, new, memory = look
         results = memory.results
         if memory.foreign.issuperset(new) and 4 * len(new) <= len(results):
@@ -310,37 +306,14 @@ def _put(
     leaf: Any, sharding: NamedSharding, aval: jax.ShapeDtypeStruct, name: str
 ) -> jax.Array:
     found = abstract(leaf, name)
-    if (words := _other_keys(aval, found)) is not None:
-        raise PlanMismatch(f"The plan is for {name} with {words}.")
-    if np.shape(leaf) != aval.shape:
+    if (found.shape, found.dtype) != (aval.shape, aval.dtype):
+        planned, got = (f"{x.dtype}{[*x.shape]}" for x in (aval, found))
         raise PlanMismatch(
-            f"The plan is for {name} of shape {aval.shape}, got {np.shape(leaf)}. Pass "
-            "that shape (the last batch of a data set may be a short one), or plan "
-            "again for the new one."
-        )
-    if found.dtype != aval.dtype:
-        raise PlanMismatch(
-            f"The plan is for {name} of type {aval.dtype}, got {found.dtype}. Pass "
-            "what was planned for, or plan again."
+            f"The plan is for {name} of type {planned}, got {got}. Pass what was "
+            "planned for, or plan again."
         )
     if isinstance(leaf, np.ndarray) and sharding.is_fully_addressable:
         leaf = np.asarray(leaf, aval.dtype)
     elif not isinstance(leaf, jax.Array):
         leaf = jnp.asarray(leaf, aval.dtype)
     return put(leaf, sharding)
-
-
-def _other_keys(
-    planned: jax.ShapeDtypeStruct, found: jax.ShapeDtypeStruct
-) -> str | None:
-    """Names both kinds of random keys, if a plan is for one and got the other."""
-    new = [jnp.issubdtype(one.dtype, jax.dtypes.prng_key) for one in (planned, found)]
-    if new[0] == new[1]:
-        return None
-    typed, raw = (planned, found) if new[0] else (found, planned)
-    if raw.dtype != jnp.uint32 or raw.shape[:-1] != typed.shape:
-        return None
-    old, modern = "keys of jax.random.PRNGKey", "keys of jax.random.key"
-    if new[0]:
-        return f"{modern}, got {old}: jax.random.wrap_key_data(key) makes the former"
-    return f"{old}, got {modern}: jax.random.key_data(key) makes the former"

@@ -321,15 +321,6 @@ class Program:
         """True if an op of `leaf_ops` makes a value."""
         return self.values[value].producer in self.leaf_ops
 
-    def made_of(self, start: Iterable[int], passes: Callable[[Op], bool]) -> set[int]:
-        """Returns some values, and all values that some ops compute of them."""
-
-        def further(v: int) -> list[int]:
-            ops = (self.ops[user] for user, _ in self.users[v])
-            return [result for op in ops if passes(op) for result in op.results]
-
-        return {*reached(start, further)}
-
     def decides(self, value: int) -> bool:
         """True if a branch or a loop's end depends on an argument, by scalars alone."""
 

@@ -1,16 +1,11 @@
-"""Cuts parts out of programs and makes them programs of their own.
+"""Makes parts of programs programs of their own, and evaluates constants.
 
-A part's ops are cloned into the body of a stand-in function with the right signature.
-The part compiles with a stock jaxlib, and donation, pytrees and arrays of several
-processes work as for any jitted function. Types of a whole step have more information
-than its StableHLO, where keys of random numbers are integers, and weak types are
-absent.
-
-A plan builds the same few parts under many shardings. Reading and walking the whole
-program each time would take time with depth: 0.37 s for a layer of a transformer with
-48 layers.
-
-Evaluates constants of a program, on all positions and in the program's own dtypes.
+A part's ops are cloned into the body of a stand-in function of its types. The part
+compiles with a stock jaxlib, and donation, pytrees and arrays of several processes work
+as for any jitted function. Types of a whole step come from JAX: in StableHLO keys of
+random numbers are integers, and weak types are absent. A plan builds the same few parts
+under many shardings. So each is cut out once: walking all of a program takes 0.37 s for
+a layer of 48.
 
 A mask that is made of iotas and constants is the same in every step. Its values are
 computed as the program computes them: integers wrap, bfloat16 rounds. Arrays have one
@@ -40,6 +35,354 @@ from cfp.program.constrain import Constraints, constrain, located, partition_spe
 from cfp.program.graph import Op, Program, Spec, numpy_dtype, reached, searched_once
 from cfp.program.memory import in_memory, on_auto_mesh, placed_avals
 from cfp.program.replace import erase_unread
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some ops of a program, as a program of their own.
+
+    Attributes:
+        ops: ids of top-level ops, in program order, constants included.
+        outputs: ids of the values with other readers.
+        instead: (id, id) pairs: replacements of operands that no op of the part makes.
+    """
+
+    ops: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    instead: tuple[tuple[int, int], ...] = ()
+
+    def is_whole(self, program: Program) -> bool:
+        """True of a part that takes and gives all that a program does, in its order."""
+        return (self.inputs, self.outputs) == (program.args, program.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """A part's ops and values, numbered from its own start.
+
+    Attributes:
+        digest: the same for parts of any programs that have the same structure, as
+            `cfp.program.read` has it.
+        values: the new ids of values, by their ids in the program.
+        ops: the same of ops.
+    """
+
+    digest: str
+    values: Mapping[int, int]
+    ops: Mapping[int, int]
+
+    def translated(self, constraints: Constraints) -> Constraints:
+        """Translates constraints on the whole program into constraints on this part."""
+        return Constraints(
+            {
+                self.values[v]: spec
+                for v, spec in constraints.values.items()
+                if v in self.values
+            },
+            {
+                (self.ops[op], index): spec
+                for (op, index), spec in constraints.uses.items()
+                if op in self.ops
+            },
+            tuple(
+                replace(
+                    one,
+                    forward=tuple(self.ops[o] for o in one.forward if o in self.ops),
+                    backward=tuple(self.ops[o] for o in one.backward if o in self.ops),
+                )
+                for one in constraints.rematerialized
+            ),
+            tuple(
+                found
+                for one in constraints.replaced
+                if (found := one.translated(self.values, self.ops)) is not None
+            ),
+        )
+
+
+@searched_once
+def numbered(program: Program, part: Part) -> Numbered:
+    """Numbers what a part is made of."""
+    values: dict[int, int] = {v: i for i, v in enumerate(part.inputs)}
+    digest = hashlib.sha256()
+    ops: dict[int, int] = {}
+    instead = dict(part.instead)
+    for op_id in sorted(program.with_bodies(part.ops)):
+        op = program.ops[op_id]
+        ops[op_id] = len(ops)
+        for v in (*op.entries, *op.results):
+            values.setdefault(v, len(values))
+        reads = [values.setdefault(instead.get(v, v), len(values)) for v in op.reads]
+        types = [str(program.values[v]) for v in (*op.operands, *op.results)]
+        digest.update(repr((op.name, op.structure, reads, types)).encode())
+    return Numbered(digest.hexdigest(), values, ops)
+
+
+def cut_part(program: Program, wanted: Sequence[int]) -> Part:
+    """Completes a set of top-level ops with the constants that it needs."""
+    return _cut(program, tuple(wanted))
+
+
+def whole(program: Program) -> Part:
+    """All of a program, as a part.
+
+    Its inputs and outputs are those of the step, in their order: arguments that nothing
+    reads, results that are arguments, and results that stand there twice.
+    """
+    top = tuple(op.id for op in program.ops if op.parent < 0)
+    return Part(top, program.args, program.outputs)
+
+
+@searched_once
+def _cut(program: Program, wanted: tuple[int, ...]) -> Part:
+    ops = program.ops
+
+    def constants(op: int) -> list[int]:
+        inner = (v for i in ops[op].body for v in ops[i].operands)
+        makers = {program.values[v].producer for v in (*ops[op].reads, *inner)}
+        return [i for i in makers & program.leaf_ops if program.is_top_level(i)]
+
+    chosen = sorted(program.with_bodies(reached(wanted, constants)))
+    top = tuple(i for i in chosen if program.is_top_level(i))
+    made = {r for i in chosen for r in ops[i].results}
+    inside = made.union(*(ops[i].entries for i in chosen))
+    inputs = dict.fromkeys(v for i in chosen for v in ops[i].reads if v not in inside)
+    known = {*chosen}
+    outputs = dict.fromkeys(
+        r
+        for i in top
+        if i not in program.leaf_ops
+        for r in ops[i].results
+        if any(user not in known for user, _ in program.users[r])
+    )
+    outputs |= dict.fromkeys(v for v in program.outputs if v in made)
+    return Part(top, tuple(inputs), tuple(outputs))
+
+
+def lower_part(
+    program: Program,
+    part: Part,
+    mesh: Mesh,
+    constraints: Constraints,
+    in_specs: Sequence[Spec],
+    out_specs: Sequence[Spec],
+    donated: Sequence[int] = (),
+) -> jax.stages.Lowered:
+    """Makes a part of a program ready to compile by itself.
+
+    Calls of the host are left out, and return zero. Values in host memory are on the
+    devices in a part.
+
+    Args:
+        constraints: shardings, by the program's value and op ids.
+        donated: positions of inputs whose memory the part may overwrite.
+    """
+    types = signature(program, part)
+    lowered = types.lower(*types.shardings(mesh, in_specs, out_specs), donated)
+    module = shardy.stablehlo(lowered)
+    with _CUTTING:  # Once, since it is built under many shardings.
+        cut = _excerpt(program, part)
+    with module.context, ir.Location.unknown():
+        source = ir.Module.parse(cut.text)
+        inside = numbered(program, part).translated(constraints)
+        constrain(source, cut, mesh, inside)
+        block = shardy.main_block(source)
+        *ops, last = [one.operation for one in block.operations]
+        shardy.fill(module, source, block.arguments, ops, last.operands)
+        if inside.replaced:
+            erase_unread(module)
+        for op in shardy.every_op(module):
+            if shardy.calls_host(op):
+                _silence(op)
+            elif shardy.moves_to_memory(op) and not part.is_whole(program):
+                # A part takes and gives everything in the device's memory.
+                shardy.forward(op, [op.operands[0]])
+        module.operation.attributes["sym_name"] = ir.StringAttr.get(program.name)
+    return lowered
+
+
+_CUTTING = Lock()
+
+
+@searched_once
+def _excerpt(program: Program, part: Part) -> Program:
+    """The part as a program in its own numbers, so that builds see nothing else."""
+    numbers = numbered(program, part)
+    values, ops = numbers.values, numbers.ops
+    read = {**values, **{v: values[other] for v, other in part.instead}}
+
+    def renumbered(old: int) -> Op:
+        op = program.ops[old]
+        return replace(
+            op,
+            id=ops[old],
+            operands=tuple(read[v] for v in op.operands),
+            results=tuple(values[v] for v in op.results),
+            yields=tuple(read[v] for v in op.yields),
+            entries=tuple(values[v] for v in op.entries),
+            body=tuple(ops[o] for o in op.body),
+            parent=ops.get(op.parent, -1),
+        )
+
+    records = [
+        replace(
+            program.values[old],
+            id=new,
+            producer=ops.get(program.values[old].producer, -1),
+            origin=read.get(program.values[old].origin, -1),
+        )
+        for old, new in values.items()
+    ]
+    count = len(part.inputs)
+    module = shardy.stablehlo(cut_out(program, part))
+    return Program(
+        values=tuple(records),
+        ops=tuple(map(renumbered, ops)),
+        args=tuple(range(count)),
+        outputs=tuple(values[v] for v in part.outputs),
+        arg_names=("",) * count,
+        output_names=("",) * len(part.outputs),
+        alias=(None,) * count,
+        text=shardy.bytecode(module.operation),
+    )
+
+
+def cut_out(
+    program: Program, part: Part, shardings: Sequence[NamedSharding] = ()
+) -> jax.stages.Lowered:
+    """Lowers a part as a function of its inputs, without constraints inside."""
+    lowered = signature(program, part).lower(shardings)
+    module = shardy.stablehlo(lowered)
+    with module.context, ir.Location.unknown():
+        source = ir.Module.parse(program.text)
+        ops, values = located(source, program)
+        for old, new in part.instead:
+            values[old].replace_all_uses_with(values[new])
+            values[old] = values[new]
+        given = [values[v] for v in part.inputs]
+        made = [values[v] for v in part.outputs]
+        shardy.fill(module, source, given, [ops[i] for i in part.ops], made)
+    return lowered
+
+
+def _silence(call: ir.Operation) -> None:
+    """Replaces a call of the host by zeros: only a whole step has its functions."""
+    with ir.InsertionPoint(call):
+        zeros = [shardy.zeros(result.type) for result in call.results]
+    shardy.forward(call, zeros)
+
+
+Avals = tuple[jax.ShapeDtypeStruct, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Types of a program's inputs and outputs, in their order.
+
+    Attributes:
+        memory: of the inputs and of the outputs, the memory of the host that each is
+            in, or ""; empty if none is.
+    """
+
+    inputs: Avals
+    outputs: Avals
+    memory: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+
+    def shardings(
+        self, mesh: Mesh, in_specs: Sequence[Spec], out_specs: Sequence[Spec]
+    ) -> tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
+        """Specs as shardings of the inputs, and of the outputs."""
+        ins, outs = self.memory
+        return (
+            in_memory(shardings(mesh, in_specs, self.inputs), ins),
+            in_memory(shardings(mesh, out_specs, self.outputs), outs),
+        )
+
+    def lower(
+        self,
+        in_shardings: Sequence[NamedSharding] = (),
+        out_shardings: Sequence[NamedSharding] | None = None,
+        donate_argnums: Sequence[int] = (),
+    ) -> jax.stages.Lowered:
+        """Lowers a function of these types, whose body is to be replaced."""
+
+        def placeholder(*inputs: jax.Array) -> tuple[jax.Array, ...]:
+            # One zero for each type: tracing hundreds takes longer than the rest.
+            zeros = {one: _zero(one) for one in dict.fromkeys(self.outputs)}
+            return tuple(zeros[one] for one in self.outputs)
+
+        placed = tuple(map(on_auto_mesh, in_shardings))
+        jitted = jax.jit(
+            placeholder,
+            keep_unused=True,
+            in_shardings=placed or None,
+            out_shardings=out_shardings and tuple(out_shardings),
+            donate_argnums=tuple(donate_argnums),
+        )
+        return jitted.lower(
+            *(placed_avals(self.inputs, placed) if placed else self.inputs)
+        )
+
+
+def aval(program: Program, value: int) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a value as JAX writes them."""
+    record = program.values[value]
+    return jax.ShapeDtypeStruct(record.shape, numpy_dtype(record.dtype))
+
+
+def signature(program: Program, part: Part) -> Signature:
+    """Types of a part's inputs and outputs; of a whole program those of its step."""
+    if part.is_whole(program) and program.arg_avals:
+        memory = (program.arg_memory, program.output_memory)
+        return Signature(program.arg_avals, program.output_avals, memory)
+    return Signature(
+        tuple(aval(program, v) for v in part.inputs),
+        tuple(aval(program, v) for v in part.outputs),
+    )
+
+
+def shardings(
+    mesh: Mesh, specs: Sequence[Spec], avals: Sequence[Any]
+) -> tuple[NamedSharding, ...]:
+    """Specs as shardings of values of these types.
+
+    Inside of a program keys of random numbers have dims that JAX does not show.
+    """
+    return tuple(
+        NamedSharding(mesh, partition_spec(spec, len(one.shape)))
+        for spec, one in zip(specs, avals, strict=True)
+    )
+
+
+def _zero(one: jax.ShapeDtypeStruct) -> jax.Array:
+    zero = lax.full(one.shape, 0, one.dtype)
+    if not one.weak_type:
+        return zero
+    return primitives.convert_element_type_p.bind(
+        zero, new_dtype=one.dtype, weak_type=True, sharding=None
+    )
+
+
+def is_key(dtype: Any) -> bool:
+    """True of the types of random keys."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def key_name(dtype: Any) -> str:
+    """The name, or what else JAX knows it by, of the kind of a key's type."""
+    found = []
+
+    def look() -> jax.Array:
+        key = lax.full((), 0, dtype)
+        found.append(jax.random.key_impl(key))
+        return key
+
+    jax.eval_shape(look)
+    return found[0]
+
+
+# --------------------------------------------------------------------------- constants
 
 _MOST_ELEMENTS = 2**28
 _MOST_KEPT = 2**16
@@ -211,353 +554,3 @@ def _reshaped(
         return np.broadcast_to(x, before).reshape(after)
     sizes = iter([n for n, size in zip(x.shape, before, strict=True) if size > 1])
     return x.reshape([next(sizes) if n > 1 else 1 for n in after])
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Some ops of a program, as a program of their own.
-
-    Attributes:
-        ops: ids of top-level ops, in program order, constants included.
-        outputs: ids of the values with other readers.
-        instead: (id, id) pairs: replacements of operands that no op of the part makes.
-    """
-
-    ops: tuple[int, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    instead: tuple[tuple[int, int], ...] = ()
-
-    def is_whole(self, program: Program) -> bool:
-        """True of a part that takes and gives all that a program does, in its order."""
-        return (self.inputs, self.outputs) == (program.args, program.outputs)
-
-
-@dataclass(frozen=True, slots=True)
-class Numbered:
-    """A part's ops and values, numbered from its own start.
-
-    Attributes:
-        digest: the same for parts of any programs that have the same structure, as
-            `cfp.program.read` has it.
-        values: the new ids of values, by their ids in the program.
-        ops: the same of ops.
-    """
-
-    digest: str
-    values: Mapping[int, int]
-    ops: Mapping[int, int]
-
-    def translated(self, constraints: Constraints) -> Constraints:
-        """Translates constraints on the whole program into constraints on this part."""
-        return Constraints(
-            {
-                self.values[v]: spec
-                for v, spec in constraints.values.items()
-                if v in self.values
-            },
-            {
-                (self.ops[op], index): spec
-                for (op, index), spec in constraints.uses.items()
-                if op in self.ops
-            },
-            tuple(
-                replace(
-                    one,
-                    forward=tuple(self.ops[o] for o in one.forward if o in self.ops),
-                    backward=tuple(self.ops[o] for o in one.backward if o in self.ops),
-                )
-                for one in constraints.rematerialized
-            ),
-            tuple(
-                found
-                for one in constraints.replaced
-                if (found := one.translated(self.values, self.ops)) is not None
-            ),
-        )
-
-
-@searched_once
-def numbered(program: Program, part: Part) -> Numbered:
-    """Numbers what a part is made of."""
-    values: dict[int, int] = {v: i for i, v in enumerate(part.inputs)}
-    digest = hashlib.sha256()
-    ops: dict[int, int] = {}
-    instead = dict(part.instead)
-    for op_id in sorted(program.with_bodies(part.ops)):
-        op = program.ops[op_id]
-        ops[op_id] = len(ops)
-        for v in (*op.entries, *op.results):
-            values.setdefault(v, len(values))
-        reads = [values.setdefault(instead.get(v, v), len(values)) for v in op.reads]
-        types = [str(program.values[v]) for v in (*op.operands, *op.results)]
-        digest.update(repr((op.name, op.structure, reads, types)).encode())
-    return Numbered(digest.hexdigest(), values, ops)
-
-
-def cut_part(program: Program, wanted: Sequence[int]) -> Part:
-    """Completes a set of top-level ops with the constants that it needs."""
-    return _cut(program, tuple(wanted))
-
-
-def whole(program: Program) -> Part:
-    """All of a program, as a part.
-
-    Its inputs and outputs are those of the step, in their order: arguments that nothing
-    reads, results that are arguments, and results that stand there twice.
-    """
-    top = tuple(op.id for op in program.ops if op.parent < 0)
-    return Part(top, program.args, program.outputs)
-
-
-@searched_once
-def _cut(program: Program, wanted: tuple[int, ...]) -> Part:
-    ops = program.ops
-
-    def constants(op: int) -> list[int]:
-        inner = (v for i in ops[op].body for v in ops[i].operands)
-        makers = {program.values[v].producer for v in (*ops[op].reads, *inner)}
-        return [i for i in makers & program.leaf_ops if program.is_top_level(i)]
-
-    chosen = sorted(program.with_bodies(reached(wanted, constants)))
-    top = tuple(i for i in chosen if program.is_top_level(i))
-    made = {r for i in chosen for r in ops[i].results}
-    inside = made.union(*(ops[i].entries for i in chosen))
-    inputs = dict.fromkeys(v for i in chosen for v in ops[i].reads if v not in inside)
-    known = {*chosen}
-    outputs = dict.fromkeys(
-        r
-        for i in top
-        if i not in program.leaf_ops
-        for r in ops[i].results
-        if any(user not in known for user, _ in program.users[r])
-    )
-    outputs |= dict.fromkeys(v for v in program.outputs if v in made)
-    return Part(top, tuple(inputs), tuple(outputs))
-
-
-Avals = tuple[jax.ShapeDtypeStruct, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """Types of a program's inputs and outputs, in their order.
-
-    Attributes:
-        memory: of the inputs and of the outputs, the memory of the host that each is
-            in, or ""; empty if none is.
-    """
-
-    inputs: Avals
-    outputs: Avals
-    memory: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-
-    def shardings(
-        self, mesh: Mesh, in_specs: Sequence[Spec], out_specs: Sequence[Spec]
-    ) -> tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
-        """Specs as shardings of the inputs, and of the outputs."""
-        ins, outs = self.memory
-        return (
-            in_memory(shardings(mesh, in_specs, self.inputs), ins),
-            in_memory(shardings(mesh, out_specs, self.outputs), outs),
-        )
-
-    def lower(
-        self,
-        in_shardings: Sequence[NamedSharding] = (),
-        out_shardings: Sequence[NamedSharding] | None = None,
-        donate_argnums: Sequence[int] = (),
-    ) -> jax.stages.Lowered:
-        """Lowers a function of these types, whose body is to be replaced."""
-
-        def placeholder(*inputs: jax.Array) -> tuple[jax.Array, ...]:
-            # One zero for each type: tracing hundreds takes longer than the rest.
-            zeros = {one: _zero(one) for one in dict.fromkeys(self.outputs)}
-            return tuple(zeros[one] for one in self.outputs)
-
-        placed = tuple(map(on_auto_mesh, in_shardings))
-        jitted = jax.jit(
-            placeholder,
-            keep_unused=True,
-            in_shardings=placed or None,
-            out_shardings=out_shardings and tuple(out_shardings),
-            donate_argnums=tuple(donate_argnums),
-        )
-        return jitted.lower(
-            *(placed_avals(self.inputs, placed) if placed else self.inputs)
-        )
-
-
-def aval(program: Program, value: int) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a value as JAX writes them."""
-    record = program.values[value]
-    return jax.ShapeDtypeStruct(record.shape, numpy_dtype(record.dtype))
-
-
-def signature(program: Program, part: Part) -> Signature:
-    """Types of a part's inputs and outputs; of a whole program those of its step."""
-    if part.is_whole(program) and program.arg_avals:
-        memory = (program.arg_memory, program.output_memory)
-        return Signature(program.arg_avals, program.output_avals, memory)
-    return Signature(
-        tuple(aval(program, v) for v in part.inputs),
-        tuple(aval(program, v) for v in part.outputs),
-    )
-
-
-def shardings(
-    mesh: Mesh, specs: Sequence[Spec], avals: Sequence[Any]
-) -> tuple[NamedSharding, ...]:
-    """Specs as shardings of values of these types.
-
-    Inside of a program keys of random numbers have dims that JAX does not show.
-    """
-    return tuple(
-        NamedSharding(mesh, partition_spec(spec, len(one.shape)))
-        for spec, one in zip(specs, avals, strict=True)
-    )
-
-
-def is_key(dtype: Any) -> bool:
-    """True of the types of random keys."""
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def key_name(dtype: Any) -> str:
-    """The name, or what else JAX knows it by, of the kind of a key's type."""
-    found = []
-
-    def look() -> jax.Array:
-        key = lax.full((), 0, dtype)
-        found.append(jax.random.key_impl(key))
-        return key
-
-    jax.eval_shape(look)
-    return found[0]
-
-
-def _zero(one: jax.ShapeDtypeStruct) -> jax.Array:
-    zero = lax.full(one.shape, 0, one.dtype)
-    if not one.weak_type:
-        return zero
-    return primitives.convert_element_type_p.bind(
-        zero, new_dtype=one.dtype, weak_type=True, sharding=None
-    )
-
-
-_CUTTING = Lock()
-
-
-@searched_once
-def _excerpt(program: Program, part: Part) -> Program:
-    """The part as a program in its own numbers, so that builds see nothing else."""
-    numbers = numbered(program, part)
-    values, ops = numbers.values, numbers.ops
-    read = {**values, **{v: values[other] for v, other in part.instead}}
-
-    def renumbered(old: int) -> Op:
-        op = program.ops[old]
-        return replace(
-            op,
-            id=ops[old],
-            operands=tuple(read[v] for v in op.operands),
-            results=tuple(values[v] for v in op.results),
-            yields=tuple(read[v] for v in op.yields),
-            entries=tuple(values[v] for v in op.entries),
-            body=tuple(ops[o] for o in op.body),
-            parent=ops.get(op.parent, -1),
-        )
-
-    records = [
-        replace(
-            program.values[old],
-            id=new,
-            producer=ops.get(program.values[old].producer, -1),
-            origin=read.get(program.values[old].origin, -1),
-        )
-        for old, new in values.items()
-    ]
-    count = len(part.inputs)
-    module = shardy.stablehlo(cut_out(program, part))
-    return Program(
-        values=tuple(records),
-        ops=tuple(map(renumbered, ops)),
-        args=tuple(range(count)),
-        outputs=tuple(values[v] for v in part.outputs),
-        arg_names=("",) * count,
-        output_names=("",) * len(part.outputs),
-        alias=(None,) * count,
-        text=shardy.bytecode(module.operation),
-    )
-
-
-def lower_part(
-    program: Program,
-    part: Part,
-    mesh: Mesh,
-    constraints: Constraints,
-    in_specs: Sequence[Spec],
-    out_specs: Sequence[Spec],
-    donated: Sequence[int] = (),
-) -> jax.stages.Lowered:
-    """Makes a part of a program ready to compile by itself.
-
-    Calls of the host are left out, and return zero. Values in host memory are on the
-    devices in a part.
-
-    Args:
-        constraints: shardings, by the program's value and op ids.
-        donated: positions of inputs whose memory the part may overwrite.
-    """
-    types = signature(program, part)
-    lowered = types.lower(*types.shardings(mesh, in_specs, out_specs), donated)
-    module = shardy.stablehlo(lowered)
-    with _CUTTING:  # Once, since it is built under many shardings.
-        cut = _excerpt(program, part)
-    with module.context, ir.Location.unknown():
-        source = ir.Module.parse(cut.text)
-        inside = numbered(program, part).translated(constraints)
-        constrain(source, cut, mesh, inside)
-        block = shardy.main_block(source)
-        *ops, last = [one.operation for one in block.operations]
-        shardy.fill(module, source, block.arguments, ops, last.operands)
-        if inside.replaced:
-            erase_unread(module)
-        for op in shardy.every_op(module):
-            if shardy.calls_host(op):
-                _silence(op)
-            elif shardy.moves_to_memory(op) and not part.is_whole(program):
-                # A part takes and gives everything in the device's memory.
-                shardy.forward(op, [op.operands[0]])
-        module.operation.attributes["sym_name"] = ir.StringAttr.get(program.name)
-    return lowered
-
-
-def cut_out(
-    program: Program, part: Part, shardings: Sequence[NamedSharding] = ()
-) -> jax.stages.Lowered:
-    """Lowers a part as a function of its inputs, without constraints inside."""
-    lowered = signature(program, part).lower(shardings)
-    module = shardy.stablehlo(lowered)
-    with module.context, ir.Location.unknown():
-        source = ir.Module.parse(program.text)
-        ops, values = located(source, program)
-        for old, new in part.instead:
-            values[old].replace_all_uses_with(values[new])
-            values[old] = values[new]
-        given = [values[v] for v in part.inputs]
-        made = [values[v] for v in part.outputs]
-        shardy.fill(module, source, given, [ops[i] for i in part.ops], made)
-    return lowered
-
-
-def _silence(call: ir.Operation) -> None:
-    """Replaces a call of the host by zeros.
-
-    A compiled program finds the host's functions by number in a list that JAX keeps
-    beside the lowering of the whole step. A part has no such list, and calling into
-    it ends the process.
-    """
-    with ir.InsertionPoint(call):
-        zeros = [shardy.zeros(result.type) for result in call.results]
-    shardy.forward(call, zeros)

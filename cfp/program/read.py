@@ -25,15 +25,7 @@ from jax.extend.mlir import ir
 
 from cfp.errors import PlanMismatch, is_installed
 from cfp.program import shardy
-from cfp.program.graph import (
-    Manual,
-    Op,
-    Program,
-    Spec,
-    Value,
-    inner_flops,
-    reached,
-)
+from cfp.program.graph import Manual, Op, Program, Spec, Value, inner_flops, reached
 from cfp.program.rules import (
     Rule,
     correct_rule,
@@ -71,13 +63,6 @@ def _content(module: ir.Module) -> str:
             del function.attributes[name]
         digest.update(shardy.bytecode(function))
     return digest.hexdigest()
-
-
-def _stands_for(op: ir.Operation) -> str:
-    """The name of the function that a composite stands for; "" for other ops."""
-    if op.name != "stablehlo.composite":
-        return ""
-    return ir.FlatSymbolRefAttr(op.attributes["decomposition"]).value
 
 
 def shaping_constants(function: ir.Operation) -> set[ir.Operation]:
@@ -251,14 +236,14 @@ class _Reader:
         )
 
     def _structure(self, op: ir.Operation, index: int) -> str:
-        """The text of an op without constants, and of the function that it calls."""
-        if name := _stands_for(op):
-            if name not in self._digests:
-                reader = _Reader(self._functions, self._meshes)
-                made = reader.program(self._functions[name])
-                self._digests[name] = made.fingerprint
-            return f"function={self._digests[name]}, {_attributes(op, index)}"
-        return _attributes(op, index, self._kept)
+        """The text of an op without constants, and of a composite's function."""
+        if op.name != "stablehlo.composite":
+            return _attributes(op, index, self._kept)
+        name = ir.FlatSymbolRefAttr(op.attributes["decomposition"]).value
+        if name not in self._digests:
+            reader = _Reader(self._functions, self._meshes)
+            self._digests[name] = reader.program(self._functions[name]).fingerprint
+        return f"function={self._digests[name]}, {_attributes(op, index)}"
 
     def _manual(self, op: ir.Operation) -> Manual | None:
         """Reads what one device computes in a region that is sharded by hand."""
@@ -372,13 +357,7 @@ def _text(
     names: dict[ir.Value, str],
     kept: Set[ir.Operation] | None,
 ) -> str:
-    """Returns the text of an op's computation.
-
-    Args:
-        index: its id, which tells it from all others that are not known to be equal.
-        names: those of values that its regions may read; theirs are added.
-        kept: the constants that have values in it; None for all.
-    """
+    """The text of an op's computation, with values of kept constants (None: of all)."""
     if op.name == "stablehlo.constant":
         return "" if kept is not None and op not in kept else _constant(op, index)
     parts = []
@@ -560,12 +539,8 @@ def other_program(
         for part, name in _CAUSES.items()
         if planned_for.get(part, here.get(part)) != here.get(part) and part in here
     ]
-    difference = ""
-    if planned is not None:
-        difference = first_difference(program, planned)
-        lines.append(f"  first difference: {difference}")
-    else:
-        lines.append("  operations: the plan does not say which it was made for")
+    difference = first_difference(program, planned) if planned is not None else ""
+    lines += [f"  first difference: {difference}"] * bool(difference)
     if _OF_WEAK_TYPES.search(difference):
         lines.append(
             "A Python number, which is weakly typed, in place of an array, or the "

@@ -1,4 +1,4 @@
-"""Puts other functions in the place of what computes some of a program's values.
+"""Puts other functions in the place of ops, and rewrites slow scatters.
 
 A :class:`Replacement` names values of a program by what reads and makes them, and has
 functions that compute the same. JAX lowers these (with `jax.shard_map` over the mesh
@@ -10,28 +10,21 @@ by it: the library's version is in it, if results or times depend on one.
 
 A stage reads *uses*, (op id, operand index): it takes what that op takes there, behind
 its sharding constraints, and rematerialized where that is. It makes values, which come
-first among its function's results. All other results pass to the next stage,
-behind what that reads: residuals of a forward stage. A backward stage that stands in
-another loop than the forward stage gets none: it is a replacement of its own, which
-computes the forward pass again.
+first among its function's results. Other results pass to the next stage, behind what
+that reads: residuals of a forward stage. A backward stage in another loop than its
+forward stage gets none: it is a replacement of its own, which computes that again. All
+reads of a stage are made before its first result, in one body (`is_in_order`).
 
-All that a stage reads has to be made before the first op that makes one of its values
-(`is_in_order`), in the same loop body or at the top level.
+Two kinds of scatters, the gradients of most models' first and last layers, are slow on
+GPUs:
 
-Scatters that programs compute in another way than JAX writes them.
-
-Two kinds are the gradients of most models' first and last layers, and slow on GPUs:
-
-- *Rows of a table.* The gradient of a lookup in a bfloat16 table adds up rows of
-  updates, many into the same row of the result. A GPU has no atomic sum of 16 bits and
-  tries each one until no other came between, one after another in a row that many
-  tokens have: 12,288 tokens of 2 types took 43 ms on an H200, and 0.2 ms in float32
-  (``docs/results/scatters.md``). So they are added up in float32. The
-  result is rounded once, where every single sum was before.
-- *One word of each token.* The gradient of a cross-entropy's logit is zero but for one
-  word. As a scatter it is a buffer of its own, written, read, and sharded like any
-  lookup; where a comparison selects the word it is fused into what reads it. The
-  numbers are the same.
+- *Rows of a table.* A GPU has no atomic sum of 16 bits, and tries each one until no
+  other came between. Many rows that go into one are added up in float32 instead, and
+  rounded once: 12,288 tokens of 2 types took 43 ms on an H200, and 0.2 ms in float32
+  (``docs/results/scatters.md``).
+- *One word of each token*, as of a cross-entropy's logit. A scatter has a buffer of its
+  own, sharded like any lookup. A comparison that selects the word is fused into what
+  reads it, and the numbers are the same.
 """
 
 from __future__ import annotations
@@ -234,11 +227,7 @@ class Replacer:
         instance: _Instance,
         kept: Sequence[ir.Value],
     ) -> list[ir.Value]:
-        """Puts a stage's ops before the first op that they stand for.
-
-        Returns:
-            The residuals.
-        """
+        """Puts a stage's ops before the first they stand for; returns residuals."""
         stage = one.stages[number]
         reads = [*(instance[op].operands[index] for op, index in stage.reads), *kept]
         types = tuple(_aval(value.type) for value in reads)
@@ -276,10 +265,7 @@ def _lowered(
     mesh: Mesh,
     mesh_name: str,
 ) -> str:
-    """The module of a stage's function, as text.
-
-    Functions that it calls have names that no other module's have.
-    """
+    """The module of a stage's function, as text; names of its functions are unique."""
     function = functions.stages(mesh)[number]
     platform = mesh.devices.flat[0].platform
     traced = jax.jit(function, keep_unused=True).trace(*types)
@@ -329,6 +315,8 @@ def erase_unread(module: ir.Module) -> None:
             op.erase()
 
 
+# ---------------------------------------------------------------------------- scatters
+
 _SCATTER = "stablehlo.scatter"
 _NARROW = ("bf16", "f16")
 # Updates of a place. A mixture of experts puts back as many as a token has experts.
@@ -364,30 +352,21 @@ def add_up_in_float32(op: ir.Operation, tables: Collection[tuple[int, ...]]) -> 
     """
     if str(op.results[0].type.element_type) not in _NARROW:
         return False
-    if not _adds_to_zeros(op) or _says_unique(op):
+    unique = "unique_indices"  # Programs from elsewhere may not say.
+    is_unique = unique in op.attributes and ir.BoolAttr(op.attributes[unique]).value
+    if is_unique or not _adds_to_zeros(op):
         return False
     if tuple(op.results[0].type.shape) not in tables and not _many_meet(op):
         return False
-    zeros, places, updates = op.operands
-    wide = ir.F32Type.get()
-    kind = op.results[0].type
-    attributes = {name: op.attributes[name] for name in op.attributes}
+    wide, kind = ir.F32Type.get(), op.results[0].type
     with ir.InsertionPoint(op), op.location:
-        scatter = ir.Operation.create(
-            _SCATTER,
-            results=[shardy.of_element(kind, wide)],
-            operands=[
-                shardy.converted(zeros, wide),
-                places,
-                shardy.converted(updates, wide),
-            ],
-            attributes=attributes,
-            regions=1,
-        )
-        number = ir.RankedTensorType.get([], wide)
-        body = scatter.regions[0].blocks.append(number, number)
-        with ir.InsertionPoint(body):
-            stablehlo.return_([stablehlo.add(*body.arguments)])
+        zeros, updates = (shardy.converted(op.operands[i], wide) for i in (0, 2))
+        scatter = op.clone()
+        scatter.operands[0], scatter.operands[2] = zeros, updates
+        [body] = scatter.regions[0].blocks
+        added = body.operations[0].operation.results
+        for value in (*body.arguments, *added, *scatter.results):
+            value.set_type(shardy.of_element(value.type, wide))
         narrowed = shardy.converted(scatter.results[0], kind.element_type)
     shardy.forward(op, [narrowed])
     return True
@@ -450,12 +429,6 @@ def _adds_to_zeros(op: ir.Operation) -> bool:
         return False
     added = [one.operation.name for one in op.regions[0].blocks[0].operations]
     return added == ["stablehlo.add", "stablehlo.return"]
-
-
-def _says_unique(op: ir.Operation) -> bool:
-    """True if no two updates are of one place; programs from elsewhere may not say."""
-    name = "unique_indices"
-    return name in op.attributes and ir.BoolAttr(op.attributes[name]).value
 
 
 def _dims(op: ir.Operation) -> stablehlo.ScatterDimensionNumbers:

@@ -289,10 +289,7 @@ def _transform_rule(rule: Rule) -> Rule:
 
 
 def _update_rule(rule: Rule, whole: tuple[int, ...], piece: tuple[int, ...]) -> Rule:
-    """Returns an update's rule; partly written dims stay whole.
-
-    XLA gathers along them, and loses writes to one place outside.
-    """
+    """An update's rule; dims written in part stay whole: XLA loses writes outside."""
     dims = zip(rule.operands[0], whole, piece, strict=True)
     part = frozenset(f for dim, size, written in dims if written < size for f in dim)
     return rule.whole_along(part) if part else rule
@@ -305,10 +302,7 @@ def _product_rule(rule: Rule) -> Rule:
 
 
 def _reduce_rule(rule: Rule, op: ir.Operation) -> Rule:
-    """Returns a reduction's rule; dims of a reduction without a collective stay whole.
-
-    XLA gathers the devices' partial results of several tensors.
-    """
+    """A reduction's rule; dims without an all-reduce of their kind stay whole."""
     *ops, _ = (inner.operation.name for inner in op.regions[0].blocks[0].operations)
     is_logic = str(ir.ShapedType(op.operands[0].type).element_type) == "i1"
     sums = _SUMS | _LOGIC if is_logic else _SUMS
@@ -401,13 +395,12 @@ def _layouts(op: ir.Operation) -> list[list[str]]:
 # permutations send the groups to the same dim all is well, so a convolution of another
 # layout is written as one whose result is laid out like its input, and a transpose.
 
-_CONVOLUTION_OP = "stablehlo.convolution"
 _SWAPPED = {"b": "f", "f": "b"}
 
 
 def relayout(op: ir.Operation) -> None:
     """Rewrites a convolution, in place, if XLA might split it wrongly."""
-    if op.name != _CONVOLUTION_OP:
+    if op.name != "stablehlo.convolution":
         return
     batch_groups = _count(op, "batch_group_count") > 1
     if not batch_groups and _count(op, "feature_group_count") == 1:
@@ -423,24 +416,13 @@ def relayout(op: ir.Operation) -> None:
     shape = [kind.shape[made.index(name)] for name in taken]
     before, now, weights = (", ".join(names) for names in (own, taken, kernel))
     layout = f"#stablehlo.conv<[{before}]x[{weights}]->[{now}]>"
-    attributes = {name: op.attributes[name] for name in op.attributes}
-    attributes["dimension_numbers"] = ir.Attribute.parse(layout)
-    with ir.InsertionPoint(op):
-        convolution = ir.Operation.create(
-            _CONVOLUTION_OP,
-            results=[ir.RankedTensorType.get(shape, kind.element_type)],
-            operands=list(op.operands),
-            attributes=attributes,
-            loc=op.location,
-        )
-        transpose = ir.Operation.create(
-            "stablehlo.transpose",
-            results=[kind],
-            operands=list(convolution.results),
-            attributes={"permutation": ir.DenseI64ArrayAttr.get(permutation)},
-            loc=op.location,
-        )
-    op.results[0].replace_all_uses_with(transpose.results[0])
+    with ir.InsertionPoint(op), op.location:
+        convolution = op.clone()
+        convolution.attributes["dimension_numbers"] = ir.Attribute.parse(layout)
+        made_as_taken = ir.RankedTensorType.get(shape, kind.element_type)
+        convolution.results[0].set_type(made_as_taken)
+        transposed = stablehlo.transpose(convolution.results[0], permutation)
+    op.results[0].replace_all_uses_with(transposed)
     op.erase()
 
 

@@ -78,15 +78,14 @@ def mesh_axes(mesh: ir.Operation) -> dict[str, int]:
 
 def specs_of(attribute: ir.Attribute) -> list[Spec]:
     """Shardings of several values, without what only shards by a part of an axis."""
-    return [*map(_spec, sdy.TensorShardingPerValueAttr(attribute).shardings)]
 
+    def names(dim: ir.Attribute) -> tuple[str, ...]:
+        axes = map(sdy.AxisRefAttr, sdy.DimensionShardingAttr(dim).axes)
+        return tuple(axis.name for axis in axes if axis.sub_axis_info is None)
 
-def _spec(attribute: ir.Attribute) -> Spec:
-    dims = sdy.TensorShardingAttr(attribute).dimension_shardings
-    axes = (
-        [sdy.AxisRefAttr(a) for a in sdy.DimensionShardingAttr(d).axes] for d in dims
-    )
-    return tuple(tuple(a.name for a in dim if a.sub_axis_info is None) for dim in axes)
+    every = sdy.TensorShardingPerValueAttr(attribute).shardings
+    found = map(sdy.TensorShardingAttr, every)
+    return [tuple(map(names, one.dimension_shardings)) for one in found]
 
 
 def walk(function: ir.Operation) -> list[ir.Operation]:
@@ -342,10 +341,7 @@ def normalise(module: ir.Module) -> int:
 
 
 def _tidy_moves(function: ir.Operation) -> None:
-    """Leaves out moves to where a value is already, and puts the others in order.
-
-    Arguments move to devices where they are first read, results away where made.
-    """
+    """Drops moves to where a value is; arguments move late, and results early."""
     [block] = function.regions[0].blocks
     moves = []
     for op in filter(moves_to_memory, [one.operation for one in block.operations]):
@@ -541,7 +537,6 @@ def _integer(value: ir.Value) -> int | None:
     owner = owner_of(value)
     if owner is None or owner.name != "stablehlo.constant":
         return None
-    attribute: Any = owner.attributes["value"]
-    if not isinstance(attribute, ir.DenseIntElementsAttr) or len(attribute) != 1:
-        return None
-    return int(attribute[0])
+    numbers: Any = numbers_of(owner)
+    is_one = isinstance(numbers, ir.DenseIntElementsAttr) and len(numbers) == 1
+    return int(numbers[0]) if is_one else None

@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import (
     tree_flatten,
     tree_flatten_with_path,
+    tree_leaves,
     tree_structure,
     tree_unflatten,
 )
@@ -64,36 +65,12 @@ from cfp.program.partitioned import traced_with_callbacks
 _NO_NUMBERS = "OSUMm"
 # What a step knows of itself once it is traced, whoever gives memory away.
 _TRACED = ("flat_fn", "traced")
-# Errors of a step that takes an argument's value while it is traced; in some JAX
-# raises a TypeError or ValueError with these words.
-_NEEDS_VALUE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-_NEEDS_VALUE_WORDS = ("concrete value", "not a valid JAX type", "hashable")
 _NO_ARGUMENTS = (
     " No argument of it has an array: give the step's arguments, or their shapes, "
     "behind it, as in cfp.plan(step, state, batch)."
 )
-_STATIC_ADVICE = (
-    "; arguments that are not arrays belong in static_argnums or static_argnames, also "
-    "where the step is wrapped in jax.jit, which keeps its own to itself."
-)
 # A leaf as JAX names it, which sees a function of flat leaves.
 _LEAF = re.compile(r"\bleaves\[(\d+)\]")
-# How many of the leaves that have changed a message names.
-_MOST_NAMED = 4
-
-
-def _needs_value(error: Exception) -> bool:
-    """Decides if a step failed since it takes a value that tracing does not have."""
-    words = str(error)
-    return isinstance(error, _NEEDS_VALUE) or (
-        isinstance(error, TypeError | ValueError)
-        and any(one in words for one in _NEEDS_VALUE_WORDS)
-    )
 
 
 @dataclass(frozen=True)
@@ -198,19 +175,13 @@ class FlatStep:
         names = [name for _, name, _ in _named_leaves(self.fn, fixed(dynamic), static)]
         gone = [name for name in self.arg_names if name not in names]
         new = [name for name in names if name not in self.arg_names]
-        lines = [
-            f"  {what}: {calling.first_named(some, _MOST_NAMED)}"
-            for what, some in (("missing", gone), ("not there before", new))
-            if some
-        ]
-        same = "  the arrays are the same; what else is in their containers differs, "
+        same = "the arrays are the same, and what else is in their containers differs, "
         same += "such as a function, a setting, or the class of a module"
-        return "\n".join(
-            [
-                "The arguments' structure changed since the step was planned:",
-                *(lines or [same]),
-                "Pass what was planned for, or plan again.",
-            ]
+        changes = (("missing", gone), ("not there before", new))
+        words = [f"{what}: {calling.first_named(x)}" for what, x in changes if x]
+        return (
+            "The arguments' structure changed since the step was planned: "
+            f"{'; '.join(words) or same}. Pass what was planned for, or plan again."
         )
 
     def with_donated(self, donated: Sequence[bool]) -> FlatStep:
@@ -258,7 +229,9 @@ class FlatStep:
             ins, outs = ({pair[side] for pair in self.in_host} for side in (0, 1))
             leaves_here = with_leaves_in(leaves, ins, jax.memory.Space.Device)
             result, changed = self._run(self.fn, leaves_here)
-            self._changed.extend(calling.not_among(changed, result))
+            returned = {id(leaf) for leaf in tree_leaves(result)}
+            lost = (path for path, leaf in changed.items() if id(leaf) not in returned)
+            self._changed.extend(lost)
             return with_leaves_in(result, outs, jax.memory.Space.Host)
 
         flat.__name__ = flat.__qualname__ = getattr(self.fn, "__name__", "step")
@@ -341,9 +314,11 @@ class FlatStep:
                 f"JAX could not trace {self.flat_fn.__name__!r}: "
                 f"{type(error).__name__}: {self.with_paths(str(error))}"
                 f"{place_of(error)}\n"
-                "The step must be a function that jax.jit accepts"
-                + (_STATIC_ADVICE if _needs_value(error) else ".")
-                + _NO_ARGUMENTS * (not self.avals)
+                "The step must be a function that jax.jit accepts; arguments that are "
+                "not arrays belong in static_argnums or static_argnames, also where "
+                "the step is wrapped in jax.jit, which keeps its own to itself."
+                + _NO_ARGUMENTS
+                * (not self.avals)
             ) from error
         name = self.flat_fn.__name__
         traced_now = calling.arrays_around(self.fn, traced=True)
@@ -454,10 +429,7 @@ def typed_as_returned(step: FlatStep) -> FlatStep:
 
 
 def _do_the_same(one: FlatStep, other: FlatStep) -> bool:
-    """True if two steps are one program but for weak types.
-
-    The other may be invalid: only weakly typed values are promoted to a loop's carry.
-    """
+    """True if two steps, the other perhaps invalid, are one but for weak types."""
     if one is other:
         return True
     try:
@@ -526,9 +498,8 @@ def _check_width(dtype: Any, name: str) -> None:
     narrow = not key and jax.dtypes.itemsize_bits(dtype) < 8
     if narrow and jax.__version_info__ < (0, 11):
         raise StepNotTraceable(
-            f"Argument {name!r} is {dtype}, which JAX {jax.__version__} cannot pass to "
-            "a sharded program that is compiled ahead. Use JAX 0.11 or newer, or pass "
-            f"a wider type, and convert it to {dtype} inside the step."
+            f"JAX {jax.__version__} cannot pass argument {name!r} of type {dtype} to a "
+            "sharded program. Use JAX 0.11 or newer, or pass a wider type."
         )
 
 
@@ -540,9 +511,8 @@ def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
     """
     if isinstance(leaf, jax.Ref):
         raise StepNotTraceable(
-            f"Argument {name!r} is a jax.Ref, but cfp shards steps that return new "
-            "values. Pass the array in it (ref[...]), make the Ref inside the step "
-            "(jax.new_ref), and return its last value (jax.freeze)."
+            f"Argument {name!r} is a jax.Ref. Pass the array in it (ref[...]), make "
+            "the Ref inside the step, and return its last value (jax.freeze)."
         )
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array):
         weak = getattr(leaf, "weak_type", False)
@@ -555,16 +525,12 @@ def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
         # A bool has no other type to take.
         return jax.ShapeDtypeStruct((), dtype, weak_type=not isinstance(leaf, bool))
     kind = getattr(leaf, "dtype", type(leaf).__name__)
-    way_out = "Pass an array or a jax.ShapeDtypeStruct, or name the argument in "
-    way_out += "static_argnums or static_argnames."
-    if "/" in name:
-        root = name.partition("/")[0]
-        way_out = f"Pass only the arrays in {root!r}, and add the rest inside the step."
+    way_out = "name the argument in static_argnums or static_argnames"
     if is_dataclass(leaf):
-        way_out = "If it holds arrays, register its class with "
-        way_out += "jax.tree_util.register_dataclass; if it holds none, name the "
-        way_out += "argument in static_argnums or static_argnames."
+        way_out = f"register its class (jax.tree_util.register_dataclass), or {way_out}"
+    elif "/" in name:
+        way_out = f"pass only the arrays in {name.partition('/')[0]!r}"
     raise StepNotTraceable(
-        f"Argument {name!r} is a {kind}, which is not an array that JAX takes. "
-        + way_out
+        f"Argument {name!r} is a {kind}, which is not an array that JAX takes. Pass an "
+        f"array or a jax.ShapeDtypeStruct, or {way_out}."
     )

@@ -25,18 +25,8 @@ from jax._src.export import _export
 from jax.export import DisabledSafetyCheck
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.extend.mlir import ir
-from jax.sharding import (
-    AbstractMesh,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-)
-from jax.tree_util import (
-    keystr,
-    tree_flatten_with_path,
-    tree_structure,
-    tree_unflatten,
-)
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import keystr, tree_flatten_with_path, tree_structure, tree_unflatten
 
 from cfp.errors import CfpError, StepNotTraceable
 from cfp.program import shardy
@@ -84,11 +74,6 @@ _INSPECTED = (
     "sharding is chosen yet. Leave the call out, and save the plan: cfp "
     "show PLAN --explain says how the step's blocks are sharded."
 )
-_NOR_DOES_JIT = "Plain jax.jit does not, either."
-_FOR_DEVICES_HERE = (
-    "It is planned for devices that are not here: for those that are, with mesh= or "
-    "--mesh, JAX may lower it."
-)
 _FOR_GPUS = (
     "Virtual CPU devices have no such op: plan for GPUs that are not here, with mesh="
     'cfp.described("4xh100"), or --for 4xh100.'
@@ -106,7 +91,9 @@ def _advice(said: str, of_no_devices: bool) -> str:
     for words, advice in _ADVICE.items():
         if words in said.lower():
             return advice
-    advice = _FOR_DEVICES_HERE if of_no_devices else _NOR_DOES_JIT
+    advice = "Plain jax.jit does not, either."
+    if of_no_devices:
+        advice = "For devices that are here, with mesh= or --mesh, JAX may lower it."
     return f"{advice} {_FOR_GPUS}" if "not found for platform cpu" in said else advice
 
 
@@ -210,9 +197,7 @@ class Lowering:
 
 
 def lower_step(
-    step: FlatStep,
-    in_shardings: Sequence[NamedSharding],
-    out_shardings: Any,
+    step: FlatStep, in_shardings: Sequence[NamedSharding], out_shardings: Any
 ) -> Lowering:
     """Lowers a step with these shardings and normalises the module in place.
 

@@ -179,7 +179,9 @@ def widen(
             if kind in _PRODUCTS:
                 _make_precise(op, precise)
             elif kind == "reduce_precision":
-                _drop_rounding(op)
+                bits = ir.IntegerAttr(op.attributes["mantissa_bits"]).value
+                if bits < _MANTISSA_BITS:  # It does nothing but round.
+                    shardy.forward(op, [op.operands[0]])
         for op, reads in fixed.items():
             _join(op, reads, perturbed)
         for function in functions:
@@ -340,12 +342,6 @@ def _make_precise(op: ir.Operation, precise: bool) -> None:
         del op.attributes["algorithm"]  # It names types, narrower ones as a rule.
 
 
-def _drop_rounding(op: ir.Operation) -> None:
-    """Takes away an op that does nothing but round to less than float32."""
-    if ir.IntegerAttr(op.attributes["mantissa_bits"]).value < _MANTISSA_BITS:
-        shardy.forward(op, [op.operands[0]])
-
-
 def _retype(function: ir.Operation) -> None:
     """Makes a function's type that of its body."""
     taken = [a.type for a in function.regions[0].blocks[0].arguments]
@@ -458,11 +454,7 @@ def written(program: Program, replacement: Replacement) -> Written:
 def _between(
     program: Program, inputs: Collection[int], outputs: Collection[int]
 ) -> tuple[set[int], set[int]]:
-    """Finds the ops that make values of others, and the values that no such op makes.
-
-    Results of loops and branches, values that a loop changes, and arguments are such
-    values.
-    """
+    """Finds ops that make values of others, and values that no such op makes."""
     ops: set[int] = set()
     free: set[int] = set()
     known = set(inputs)

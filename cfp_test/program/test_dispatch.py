@@ -143,39 +143,36 @@ def test_another_structure_is_seen(mesh):
         assert step.leaves_of(args, {}) is None
 
 
-@pytest.mark.explained(
-    "The plan is for key with keys of jax.random.key, got keys of jax.random.PRNGKey"
-)
+@pytest.mark.explained("The plan is for key of type key<fry>[], got uint32[2]")
 @pytest.mark.parametrize("count", [None, 4])
 def test_the_other_kind_of_random_keys_is_named(mesh, count):
     def keys(make):
         return make(0) if count is None else jax.random.split(make(0), count)
 
     old, modern = keys(jax.random.PRNGKey), keys(jax.random.key)
-    words = "for key with keys of jax.random.{}, got keys of jax.random.{}: "
-    for planned, passed, names in (
-        (modern, old, ("key", "PRNGKey", "wrap_key_data")),
-        (old, modern, ("PRNGKey", "key", "key_data")),
+    typed = "key<fry>[]" if count is None else "key<fry>[4]"
+    raw = "uint32[2]" if count is None else "uint32[4, 2]"
+    for planned, passed, words in (
+        (modern, old, f"for key of type {typed}, got {raw}."),
+        (old, modern, f"for key of type {raw}, got {typed}."),
     ):
         step = flatten_step(lambda key: key, (planned,))
         one = Dispatch(step, [NamedSharding(mesh, PartitionSpec())])
         with pytest.raises(PlanMismatch) as caught:
             one.place(one.look([passed]))
-        assert f"{words.format(*names)}jax.random.{names[2]}(key)" in str(caught.value)
-        made = getattr(jax.random, names[2])(passed)
-        assert made.shape == planned.shape and made.dtype == planned.dtype
+        assert words in str(caught.value)
 
 
-@pytest.mark.explained("The plan is for x of shape (64, 64), got (30, 64)")
+@pytest.mark.explained("The plan is for x of type float32[64, 64], got float32[30, 64]")
 def test_what_does_not_fit_is_named(mesh):
     """As in the last batch of a data set, which is a short one."""
     one, state = dispatch(mesh), arrays(mesh)
     for leaf, words in (
-        (jnp.ones(2), r"for c of shape \(3,\), got \(2,\)"),
-        (np.ones(2, np.float32), r"for c of shape \(3,\), got \(2,\)"),
-        (jnp.ones(3, jnp.int32), "for c of type float32, got int32"),
+        (jnp.ones(2), r"for c of type float32\[3\], got float32\[2\]"),
+        (np.ones(2, np.float32), r"for c of type float32\[3\], got float32\[2\]"),
+        (jnp.ones(3, jnp.int32), r"for c of type float32\[3\], got int32\[3\]"),
     ):
         with pytest.raises(PlanMismatch, match=words):
             one.place(one.look([*state, leaf]))
-    with pytest.raises(PlanMismatch, match="for state/1 of shape"):
+    with pytest.raises(PlanMismatch, match="for state/1 of type"):
         one.place(one.look([state[0], jnp.ones((4, 2)), jnp.ones(3)]))

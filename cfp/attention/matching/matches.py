@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from cfp.analysis.flow import Flow
 from cfp.analysis.strategies import FactorAxes
 from cfp.attention import chunked
 from cfp.attention.call import refusal
@@ -34,7 +35,7 @@ from cfp.attention.matching.region import (
 )
 from cfp.attention.problem import AttentionProblem, AttentionStrategy
 from cfp.errors import CfpError
-from cfp.program.graph import Program, numpy_dtype, searched_once
+from cfp.program.graph import Op, Program, numpy_dtype, searched_once
 from cfp.program.part import NotConstant
 from cfp.program.replace import (
     Different,
@@ -209,7 +210,10 @@ def _is_kept_wide(program: Program, v: int, dtype: Any) -> bool:
     def is_wide(v: int) -> bool:
         return numpy_dtype(program.values[v].dtype).itemsize > dtype.itemsize
 
-    made = program.made_of([v], lambda op: op.kind in views and is_wide(op.results[0]))
+    def is_view(op: Op) -> bool:
+        return op.kind in views and is_wide(op.results[0])
+
+    made = {*Flow(program).made_of([v], is_view)}
     users = (program.ops[op] for w in made for op, _ in program.users[w])
     is_used = any(op.kind not in views for op in users)
     return is_wide(v) and (is_used or not made.isdisjoint(program.outputs))

@@ -106,8 +106,7 @@ def _form(core: Core) -> tuple:
         return *is_of, *dtypes, *map(part, step.args)
 
     names = chain(core.roots.items(), core.outputs.items(), [("", core.scores)])
-    steps = map(form, core.steps.values())
-    return *steps, *((name, part(arg)) for name, arg in names)
+    return *map(form, core.steps.values()), *((n, part(arg)) for n, arg in names)
 
 
 # ------------------------------------------------------------------ rule 2: sides
@@ -325,10 +324,6 @@ def _drawn(core: Core, table: Table, is_rounded: bool) -> dict[Key, np.ndarray]:
     return found
 
 
-def _pairs(core: Core) -> tuple[str, ...]:
-    return tuple(x for x in core.steps[core.scores].letters if x)
-
-
 def _shape(draws: int, letters: Sequence[str]) -> list[int]:
     return [draws, *(_SMALL[x[0]] if x in letters else 1 for x in ORDER[1:])]
 
@@ -338,7 +333,8 @@ def _reference(
 ) -> dict[str, np.ndarray]:
     """Output and gradients by the textbook, of the scores that a kernel makes."""
     roots = {name: known[key] for name, key in core.roots.items()}
-    scores = contracted(roots["q"], roots["k"], _pairs(core))
+    pairs = core.steps[core.scores].letters
+    scores = contracted(roots["q"], roots["k"], pairs)
     x = core.run({**known, core.scores: scores})[table.argument]
     x = np.broadcast_to(x, scores.shape)
     weights = np.exp(x - x.max(axis=KEYS, keepdims=True))
@@ -349,7 +345,7 @@ def _reference(
 
     if not core.is_backward:
         return {"out": mixed("out", weights, roots["v"])}
-    dp = contracted(roots["dout"], roots["v"], _pairs(core))
+    dp = contracted(roots["dout"], roots["v"], pairs)
     dx = weights * (dp - (weights * dp).sum(axis=KEYS, keepdims=True))
     masks = [known[key] for key in table.masks]
     passes = shown(masks, table.passing) if masks else True

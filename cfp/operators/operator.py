@@ -308,7 +308,7 @@ def attention_jax_nn(
     except CfpError as error:
         raise Refused(str(error)) from error
     if implementation == "cudnn":
-        if reason := KERNELS["cudnn"].refusal(problem, jax.default_backend()):
+        if reason := KERNELS["cudnn"].module.refusal(problem, jax.default_backend()):
             raise Refused(reason)
     return jax.nn.dot_product_attention(
         query, key, value, implementation=implementation, **how

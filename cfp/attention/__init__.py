@@ -1,6 +1,6 @@
-"""Attention: what computes it on one device, and how it is spread over many.
+"""Attention on one device or many: kernels and strategies.
 
-`cfp.attention` and `cfp.attention_options` are what people call. A strategy gives roles
-to axes of a mesh (batch, heads, Ulysses, gathered keys, ring, zigzag ring); a kernel
-computes the blocks (XLA, chunks in lax, cuDNN).
+The public functions are `cfp.attention` and `cfp.attention_options`. A strategy gives
+roles to axes of a mesh (batch, heads, Ulysses, gathered keys, ring, zigzag ring). A
+kernel computes blocks of queries and keys (XLA, chunks in lax, cuDNN).
 """

@@ -1,6 +1,7 @@
-"""`cfp.attention`: attention by hand, on one device or many.
+"""`cfp.attention`: attention by a chosen kernel and strategy, on one device or many.
 
-Heads that devices do not divide are copied (shared key heads) or padded.
+If the devices do not divide the heads, shared key heads are copied and heads of zeros
+are added.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from cfp.program.memory import auto_mesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadFit:
-    """Padding and repetition of heads, such that they divide into parts.
+    """Padding and repetition that make heads divisible by a number of parts.
 
     Attributes:
       repeats: copies of each key and value head.
       padded_kv_heads: number of key and value heads, copies and zeros included.
-      group: query heads of each key and value head.
+      group: query heads per key head, after copying.
     """
 
     repeats: int
@@ -65,13 +66,10 @@ class HeadFit:
 
 
 def fit_heads(heads: int, kv_heads: int, parts: int) -> HeadFit:
-    """Finds the fewest heads that divide into some parts.
+    """Finds the padding with the fewest heads that `parts` divides.
 
-    A key head is copied if several parts have queries of it. Heads of zeros fill up the
-    rest.
-
-    Args:
-      heads: number of query heads, a multiple of kv_heads.
+    A key head is copied if several parts have its query heads. Heads of zeros fill up
+    the rest. `heads`, of queries, is a multiple of kv_heads.
     """
     group = heads // kv_heads
     fits = [
@@ -108,41 +106,41 @@ def attention(
     implementation: str | None = None,
     zigzag_tokens: bool = False,
 ) -> Array:
-    """Computes attention by a kernel and a strategy of your choice, on one mesh.
+    """Computes attention by a chosen kernel and strategy, on one device or a mesh.
 
-    Differentiable in q, k, v and bias; for the inside of `jax.jit`. Outside, each call
-    with a mesh compiles again. Heads and tokens that do not divide are padded: key
-    heads are copied or added, keys at the end are masked.
+    Differentiable in q, k, v and bias. Call it inside `jax.jit`: outside, each call
+    with a mesh compiles again. If devices do not divide heads or tokens, key heads are
+    copied, heads of zeros are added, and tokens are padded and masked.
 
     Args:
       q: [batch, queries, heads, head_dim].
       k: [batch, keys, kv_heads, head_dim]; kv_heads divides heads, and neighbouring
         query heads share a key head.
       v: like k.
-      causal: True hides keys behind a query's position.
-      window: visible positions to the left and to the right of a query, as a pair in
-        which None has no bound, or one number for both.
-      segment_ids: [batch, tokens] int32: a query sees keys of its own id only. A pair
-        is for queries and for keys.
+      causal: True hides keys after a query's position.
+      window: number of visible positions (left, right) of a query; None is unbounded.
+        One number is for both sides.
+      segment_ids: [batch, tokens] int32: a query sees only keys of its own id. A pair
+        has the ids of queries and of keys.
       key_lengths: [batch] int32: number of keys of each sequence, at least one; the
         others are padding. Not together with segment ids.
       bias: [1 or batch, 1 or heads, queries, keys], added after the soft cap. cuDNN
         needs the dtype of q.
       softcap: scores become softcap * tanh(scores / softcap).
-      scale: of the products of queries and keys; 1 / sqrt(head_dim) by default.
-      mesh: the devices; a strategy may name each of its axes.
+      scale: factor of the products of queries and keys; default 1 / sqrt(head_dim).
+      mesh: the devices; None for one device.
       strategy: a role for axes of the mesh, such as ``{"x": "ring"}``, or the role
         alone if the mesh has one axis; `cfp.attention_options` lists them.
-      implementation: "xla", "chunked" or "cudnn"; by default cuDNN's if possible,
-        else "chunked", on CPUs "xla".
+      implementation: "xla", "chunked" or "cudnn"; by default "cudnn" if possible, else
+        "chunked", and "xla" on CPUs.
       zigzag_tokens: True if tokens are in zigzag order already (`cfp.attention.ring`).
         Otherwise a zigzag strategy converts them here and back, which takes time.
 
     Returns:
-      An array like q.
+      The output, with the shape and dtype of q.
 
     Raises:
-      CfpError: arguments do not fit, or the choice is not possible, with the reason.
+      CfpError: arguments do not fit, or no implementation can compute the strategy.
     """
     problem = problem_of(
         q,
@@ -156,7 +154,7 @@ def attention(
         softcap=softcap,
         scale=scale,
     )
-    # Within, shardings are the compiler's: what arrives may be sharded anyhow.
+    # Auto axes: the arguments may have any sharding.
     mesh = mesh and auto_mesh(mesh)
     choice = _choose(problem, mesh, strategy, implementation, zigzag_tokens)
     ids = segments_of(segment_ids)
@@ -174,15 +172,15 @@ def _choose(
     implementation: str | None,
     zigzag_tokens: bool,
 ) -> _Choice:
-    """Finds the strategy and the kernel of a problem; raises CfpError without one."""
+    """Chooses strategy and kernel for a problem; raises CfpError with all refusals."""
     strategy = AttentionStrategy.of(given, dict(mesh.shape) if mesh is not None else {})
-    # On CPUs scores are kept, as models themselves do it.
+    # On CPUs plain attention, which keeps the scores, is the default.
     usual = ("xla",) if platform_of(mesh) == "cpu" else tuple(KERNELS)
     names = (implementation,) if implementation else usual
     if unknown := [name for name in names if name not in KERNELS]:
         raise CfpError(
             f"There is no implementation of attention called {', '.join(unknown)}. "
-            f"Take one of {', '.join(KERNELS)}."
+            f"Give one of {', '.join(KERNELS)}."
         )
     if zigzag_tokens and not strategy.zigzag:
         raise CfpError(
@@ -222,7 +220,7 @@ def refusal(
     kernel: Kernel,
     platform: str,
 ) -> str | None:
-    """Returns the reason against an implementation, or None."""
+    """Reason why a strategy or kernel cannot compute a problem; None if both can."""
     padded = replace(problem, padded_keys=_pads_keys(problem, strategy))
     reason = strategy.refusal(padded, kernel)
     return reason or kernel.module.refusal(_local(padded, strategy), platform)
@@ -234,12 +232,12 @@ def _fit(problem: AttentionProblem, strategy: AttentionStrategy) -> HeadFit:
 
 
 def _pads_keys(problem: AttentionProblem, strategy: AttentionStrategy) -> bool:
-    """True if a query sees padded keys."""
+    """True if added keys need a mask: a causal mask already hides them."""
     return not problem.causal and problem.keys % strategy.token_multiple > 0
 
 
 def _local(problem: AttentionProblem, strategy: AttentionStrategy) -> AttentionProblem:
-    """Returns the part of a problem that one device computes at once."""
+    """The part of a problem that one device computes at once, padding included."""
     fit = _fit(problem, strategy)
     parts = strategy.parts(HEADS, ULYSSES)
     return replace(
@@ -254,11 +252,12 @@ def _local(problem: AttentionProblem, strategy: AttentionStrategy) -> AttentionP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
-    """A problem on a mesh, with a strategy and a kernel.
+    """A problem, and the strategy and kernel that compute it.
 
     Attributes:
-      problem: of the whole mesh.
+      problem: the whole problem, of all devices.
       mesh: None for one device.
+      heads: padding of heads.
       converts: True if tokens in natural order need conversion to zigzag order.
     """
 
@@ -271,7 +270,7 @@ class _Choice:
 
     @property
     def mask(self) -> Mask:
-        """Returns the mask over all tokens, by position."""
+        """The mask over all tokens, by position, without segments."""
         keys = self.problem.keys if _pads_keys(self.problem, self.strategy) else None
         return replace(self.problem.mask(), keys=keys)
 
@@ -339,7 +338,7 @@ class _Choice:
         return x
 
     def _inside(self, q: Array, k: Array, v: Array, **rest: Array) -> Array:
-        """Computes one device's part, inside `jax.shard_map`."""
+        """One device's part, inside `jax.shard_map`."""
         strategy = self.strategy
         compute = self._local if strategy.spread is None else self._spread
         if not (axes := strategy.axes(ULYSSES)):
@@ -364,7 +363,7 @@ class _Choice:
 
 
 def _exchanged(x: Array, axis: str, *, to_heads: bool) -> Array:
-    """Exchanges sharded tokens for sharded heads, or back."""
+    """All-to-all from sharded tokens to sharded heads, or back."""
     split, joined = (2, 1) if to_heads else (1, 2)
     return jax.lax.all_to_all(x, axis, split_axis=split, concat_axis=joined, tiled=True)
 
@@ -377,9 +376,9 @@ class AttentionOption:
     """A strategy with an implementation.
 
     Attributes:
-      strategy: role of each mesh axis, by name.
-      implementation: the kernel on each device.
-      reason: reason against the option, or None.
+      strategy: (axis, role) pairs; axes without a role are missing.
+      implementation: name of the kernel on each device.
+      reason: why the option is impossible, or None.
     """
 
     strategy: tuple[tuple[str, str], ...]
@@ -409,17 +408,17 @@ def attention_options(
     mesh: Mesh | None = None,
     platform: str | None = None,
 ) -> tuple[AttentionOption, ...]:
-    """Lists all strategies with all implementations; runs nothing.
+    """Lists all strategies with all implementations, without running any.
 
     Args:
       q, k, v, causal, window, segment_ids, bias, softcap, scale: as for
         `cfp.attention`; only shapes and dtypes of arrays matter.
-      mesh: every axis takes every role, or none.
-      platform: of the devices; by default the mesh's, or JAX's.
+      mesh: its axes get every role, or none; without it there is one strategy, none.
+      platform: the devices' platform; by default the mesh's, or JAX's.
 
     Returns:
-      All options; impossible ones have a reason. `cfp doctor` tests whether a kernel
-      works on this machine.
+      All options; impossible ones have a reason. `cfp doctor` tests the kernels on this
+      machine.
 
     Raises:
       CfpError: arguments do not fit together.

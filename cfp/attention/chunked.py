@@ -1,8 +1,8 @@
-"""Attention in chunks, written in lax: no score matrix, on any platform.
+"""Attention in chunks, written in lax: no whole score matrix, on any platform.
 
-Two loops go over chunks of queries and of keys, with running sums of each row. Chunks
-without visible pairs are left out. Rabe and Staats, "Self-attention Does Not Need
-O(n^2) Memory", 2021; Dao, "FlashAttention-2", 2023.
+Two loops run over chunks of queries and of keys, with running sums of each row. Chunks
+without visible keys are skipped. Rabe and Staats, "Self-attention Does Not Need O(n^2)
+Memory", 2021; Dao, "FlashAttention-2", 2023.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _Arrays = tuple[Array, ...]
 
 
 def refusal(problem: AttentionProblem, platform: str) -> str | None:
-    """Returns the reason against values as large as the score matrix, or None."""
+    """Reason why the kernel does not compute a problem, or None: it takes no bias."""
     if problem.bias:
-        return "it takes no bias or mask of queries by keys, as large as the scores"
+        return "it supports no bias or mask [queries, keys], as large as the scores"
     return None
 
 
 def whole(
     q: Array, k: Array, v: Array, scores: Scores, mask: Mask, bias: Array | None = None
 ) -> Array:
-    """Computes attention in the dtype of q, with gradients by `gradients`."""
+    """Computes attention in the dtype of q; differentiable, by `gradients`."""
     assert bias is None, "refused before"
     return _whole(q, k, v, scores, mask)
 
@@ -68,7 +68,7 @@ _whole.defvjp(_forward, _backward)
 def attend(
     q: Array, k: Array, v: Array, scores: Scores, mask: Mask
 ) -> tuple[Array, Array]:
-    """Like `plain.attend`, which see, without a bias."""
+    """Like `plain.attend`, without a bias."""
     queries = q.shape[1]
     if max(queries, k.shape[1]) <= CHUNK:
         return plain.attend(q, k, v, scores, mask)
@@ -106,7 +106,7 @@ def gradients(
     scores: Scores,
     mask: Mask,
 ) -> tuple[Array, Array, Array]:
-    """Like `plain.gradients`, which see."""
+    """Like `plain.gradients`."""
     queries, keys = q.shape[1], k.shape[1]
     if max(queries, keys) <= CHUNK:
         return plain.gradients(q, k, v, out, lse, dout, scores, mask)
@@ -155,13 +155,13 @@ def _if_met(mask: Mask, meet, so_far: _Arrays) -> _Arrays:
 def _even(
     mask: Mask, by_query: _Arrays, by_key: _Arrays
 ) -> tuple[Mask, list[Array], list[Array]]:
-    """Fills queries and keys up to whole chunks; keys that fill up are not seen."""
+    """Pads queries and keys to whole chunks; added keys are masked."""
     queries, keys = by_query[0].shape[1], by_key[0].shape[1]
     more_q, more_k = _missing(queries), _missing(keys)
     query = positions_of(mask.query_positions, queries)
     key = positions_of(mask.key_positions, keys)
     bound = mask.keys if mask.keys is not None or not more_k else BEYOND
-    # The last query again: a position that stretches no chunk.
+    # Added queries repeat the last position, which widens no chunk's range.
     query = jnp.pad(query, (0, more_q), mode="edge")
     mask = replace(
         mask,
@@ -215,20 +215,20 @@ Partial = tuple[Array, ...]
 
 
 def nothing_yet(q: Array) -> Partial:
-    """The result of attention to no key at all."""
+    """Result of attention without keys: zeros, and log-sum-exp -inf."""
     out = jnp.zeros(q.shape, jnp.float32)
     return out, jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)
 
 
 def merge(one: Partial, other: Partial) -> Partial:
-    """Joins what two sets of keys gave, in float32.
+    """Combines results of attention to two sets of keys, in float32.
 
     Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
     out, lse = one
     more, more_lse = other
     both = jnp.logaddexp(lse, more_lse)
-    # Where neither set had a key to be seen, both outputs are zero.
+    # If no set has a visible key, both outputs are zero.
     base = jnp.where(both == -jnp.inf, 0.0, both)
     out = out * jnp.exp(lse - base)[..., None]
     return out + more.astype(jnp.float32) * jnp.exp(more_lse - base)[..., None], both

@@ -1,9 +1,9 @@
 """cuDNN's flash attention, through `jax.nn.dot_product_attention`.
 
 A ring calls the two kernels of JAX's function one by one. The forward kernel returns
-its log-sum-exp in float32, and the backward kernel takes that of the whole row. Their
-operations are found by name in the traced program of the public function, so that no
-other module of JAX is used.
+its log-sum-exp in float32; the backward kernel takes the whole row's log-sum-exp. Their
+primitives are found by name in the jaxpr of the public function, so that no private
+module of JAX is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cfp.program.jaxprs import equations
 
 FORWARD = "dot_product_attention_fwd_wrapper"
 BACKWARD = "dot_product_attention_bwd_wrapper"
-# Of FORWARD's operands the first three are q, k, v; of BACKWARD's these, too.
+# Indices of BACKWARD's operands. Operands 0, 1, 2 of both are q, k, v.
 _LSE, _OUT, _DOUT = 10, 11, 12
 
 LEAST_CAPABILITY = 8.0
@@ -30,28 +30,28 @@ MAX_HEAD_DIM_HOPPER, MAX_HEAD_DIM = 256, 128
 
 
 def refusal(problem: AttentionProblem, platform: str) -> str | None:
-    """Returns the reason why cuDNN does not compute this, or None."""
+    """Reason why cuDNN does not compute a problem on one device, or None."""
     if platform not in ("cuda", "gpu"):
-        return f"it runs on NVIDIA GPUs, and devices are of platform {platform}"
+        return f"it needs NVIDIA GPUs, and devices are of platform {platform}"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"it computes in float16 and bfloat16, not in {problem.dtype}"
     capability = _least_capability()
     if capability is None:
-        return "it runs on NVIDIA GPUs, and a device is none"
+        return "it needs NVIDIA GPUs, and a device is of another vendor"
     if capability < LEAST_CAPABILITY:
-        return f"it takes compute capability 8.0, and a device has {capability}"
+        return f"it needs compute capability 8.0, and a device has {capability}"
     widest = MAX_HEAD_DIM_HOPPER if capability >= 9.0 else MAX_HEAD_DIM
     if problem.head_dim % HEAD_DIM_STEP or problem.head_dim > widest:
         return (
-            f"its head dim is a multiple of {HEAD_DIM_STEP} up to {widest} on this "
-            f"device, not {problem.head_dim}"
+            f"its head dim must be a multiple of {HEAD_DIM_STEP} up to {widest} on "
+            f"this device, not {problem.head_dim}"
         )
     if problem.softcap is not None:
         return "it has no soft cap"
     if problem.segments and not problem.hides_keys:
-        return "JAX's public function has no packed segments for it"
+        return "JAX's public function does not support packed segments"
     if problem.right is not None or (problem.left is not None and not problem.causal):
-        return "its window is to the left of a causal mask only"
+        return "it supports a window only to the left, with a causal mask"
     if problem.rounds_bias:
         return (
             f"it adds a bias in {problem.dtype}, which would round this one; it would "
@@ -64,12 +64,15 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
         )
     is_odd = problem.queries % 2 or problem.keys % 2
     if is_odd and (problem.bias or problem.hides_keys):
-        return "with a bias or mask its lengths are even"
+        return "with a bias or mask, queries and keys must be even numbers"
     return None
 
 
 def _least_capability() -> float | None:
-    """The least compute capability; 9.0 without GPUs, None without NVIDIA's alone."""
+    """Least compute capability of local devices; None if a GPU is not NVIDIA's.
+
+    Devices without the attribute, such as CPUs, count as 9.0.
+    """
     found = [getattr(d, "compute_capability", "9.0") for d in jax.local_devices()]
     try:
         return min(map(float, found))
@@ -80,7 +83,7 @@ def _least_capability() -> float | None:
 def whole(
     q: Array, k: Array, v: Array, scores: Scores, mask: Mask, bias: Array | None
 ) -> Array:
-    """Attention by the public function, differentiable."""
+    """Computes attention by JAX's public function, differentiably."""
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -97,7 +100,7 @@ def whole(
 def attend(
     q: Array, k: Array, v: Array, scores: Scores, mask: Mask
 ) -> tuple[Array, Array]:
-    """Like `plain.attend`, but the output is in q's dtype; causal, or without mask."""
+    """Like `plain.attend`, with the output in q's dtype, and a causal mask or none."""
     call = _find(FORWARD, q, k, v, scores, mask)
     out, lse = _bind(call, {0: q, 1: k, 2: v})[:2]
     return out, lse.swapaxes(1, 2)
@@ -122,7 +125,7 @@ def gradients(
 
 
 def _find(name: str, q: Array, k: Array, v: Array, scores: Scores, mask: Mask) -> Any:
-    """The operation of that name in what JAX traces for the public function."""
+    """The equation of a primitive in the jaxpr of JAX's public function."""
     assert mask.query_segments is None and mask.query_positions is None
 
     def both(q: Array, k: Array, v: Array) -> Any:
@@ -134,14 +137,13 @@ def _find(name: str, q: Array, k: Array, v: Array, scores: Scores, mask: Mask) -
         if equation.primitive.name == name:
             return equation
     raise CfpError(
-        f"jax {jax.__version__} traces cuDNN's attention in a form that a ring "
-        f"cannot use: without the operation {name} of jax 0.10.2 to 0.12. Use "
-        'implementation="chunked".'
+        f"A ring cannot use cuDNN with jax {jax.__version__}: the primitive {name} of "
+        'jax 0.10.2 to 0.12 is missing. Use implementation="chunked".'
     )
 
 
 def _bind(equation: Any, given: dict[int, Array]) -> Any:
-    """Runs an operation; unused operands need no value."""
+    """Runs an equation's primitive; operands that are not given must be empty."""
     operands = []
     for place, variable in enumerate(equation.invars):
         if place in given:

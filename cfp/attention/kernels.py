@@ -1,19 +1,19 @@
 """Kernels that compute attention on one device: one record and one module each.
 
-To add a kernel, write its module and its record in `KERNELS`: `cfp.attention`,
-`--attention`, and estimates follow from these. Plans use unasked those that
-`cfp.attention.matching.matches.usual` names. Estimates of memory know the chunks of
-`cfp.attention.chunked`, and of no other kernel with `ScoreMemory.CHUNKS`. A module has
+To add a kernel, write its module and its record in `KERNELS`. `cfp.attention`, the
+option `--attention`, and estimates use these records. By default plans use the kernels
+of `cfp.attention.matching.matches.usual`. Memory estimates of `ScoreMemory.CHUNKS` are
+for `cfp.attention.chunked`. A module has
 
 - ``whole(q, k, v, scores, mask, bias)``: the output in the dtype of q, differentiable;
 - ``refusal(problem, platform)``: why it cannot compute a problem on one device, or
-  None. The platform is JAX's name: "cpu", "gpu", "cuda", "rocm" or "tpu"; "gpu" may be
-  of any vendor, and `cudnn.py` tells NVIDIA's by their compute capability;
-- for rings ``attend`` and ``gradients``, as in `cfp.attention.plain`: the attention of
-  a block of keys with its log-sum-exp, and a block's share of the gradients from the
-  whole row's output and log-sum-exp. Outputs may be in q's dtype
-  (`cfp.attention.chunked` casts); the log-sum-exp is float32. The log-sum-exp of public
-  functions cannot be differentiated, so these two are functions of their own.
+  None. The platform is JAX's name: "cpu", "gpu", "cuda", "rocm" or "tpu". "gpu" may be
+  any vendor's; `cudnn.py` recognises NVIDIA GPUs by their compute capability;
+- for rings ``attend`` and ``gradients``, as in `cfp.attention.plain`: attention to a
+  block of keys with its log-sum-exp, and a block's contribution to the gradients, from
+  the whole row's output and log-sum-exp. Outputs may be in q's dtype; the log-sum-exp
+  is float32. The two are separate, since log-sum-exps of public functions are not
+  differentiable.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from cfp.attention import chunked, cudnn, plain
 
 
 class ScoreMemory(StrEnum):
-    """Place of the scores while a kernel computes them."""
+    """Place of the scores while a kernel computes."""
 
     TILES = "tiles"  # On the chip.
-    CHUNKS = "chunks"  # A chunk of queries by a chunk of keys is in memory.
+    CHUNKS = "chunks"  # In memory, a chunk of queries by a chunk of keys.
     ALL = "all"  # In memory, and kept for the backward pass.
 
 

@@ -1,4 +1,4 @@
-"""Attention with all scores in memory: XLA's own, and the oracle of tests.
+"""Plain attention, with all scores in memory: the kernel "xla", and the tests' oracle.
 
 Shapes use: batch, query, key (tokens), heads, kv_heads, group (heads / kv_heads),
 head_dim. Query heads that share a key and value head are neighbours.
@@ -16,13 +16,13 @@ from cfp.attention.problem import AttentionProblem, Mask, Scores, visible
 def attend(
     q: Array, k: Array, v: Array, scores: Scores, mask: Mask, bias: Array | None = None
 ) -> tuple[Array, Array]:
-    """Computes attention of a block of queries to a block of keys.
+    """Computes attention of a block of queries to a block of keys, differentiably.
 
     Args:
       q: [batch, query, heads, head_dim].
       k: [batch, key, kv_heads, head_dim].
       v: [batch, key, kv_heads, head_dim].
-      mask: visible keys of each query; a query without any gets zeros.
+      mask: visible keys of each query; a query without visible keys gets zeros.
       bias: added to the scores, [1 or batch, 1 or heads, query, key].
 
     Returns:
@@ -44,12 +44,12 @@ def attend(
 def whole(
     q: Array, k: Array, v: Array, scores: Scores, mask: Mask, bias: Array | None = None
 ) -> Array:
-    """Computes attention in the dtype of q, as `attend` does."""
+    """Returns the output of `attend` in the dtype of q."""
     return attend(q, k, v, scores, mask, bias)[0].astype(q.dtype)
 
 
 def refusal(problem: AttentionProblem, platform: str) -> str | None:
-    """Refuses nothing."""
+    """None: plain attention computes every problem."""
     return None
 
 
@@ -63,15 +63,16 @@ def gradients(
     scores: Scores,
     mask: Mask,
 ) -> tuple[Array, Array, Array]:
-    """Computes a block's share of the gradients from the whole row's results.
+    """Computes the gradients' contribution of one block of keys.
 
     Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
     Partitioning", 2023, algorithm 2.
 
     Args:
-      q, k, v, scores, mask: as of `attend`.
-      out: output of the attention to all keys, these among them.
-      lse: log-sum-exp of all scores, [batch, query, heads] float32.
+      q, k, v, scores, mask: the block, as for `attend`.
+      out: output of attention to all blocks of keys, like q.
+      lse: log-sum-exp of scores of all blocks, [batch, query, heads] float32.
+      dout: gradient of `out`.
 
     Returns:
       (dq, dk, dv), float32, in the shapes of q, k and v.
@@ -97,7 +98,7 @@ def gradients(
 def _scores(
     q: Array, k: Array, scores: Scores, mask: Mask, bias: Array | None
 ) -> tuple[Array, Array | None]:
-    """[batch, kv_heads, group, query, key] float32, and the soft cap's slope."""
+    """Scores [batch, kv_heads, group, query, key] float32, and the soft cap's slope."""
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1:3]
     group = heads // kv_heads

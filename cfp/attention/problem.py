@@ -1,8 +1,6 @@
-"""A problem of attention: shapes, mask, scaling and soft cap of the scores.
+"""Attention problem (shapes, mask, scale, soft cap) and strategy (roles of mesh axes).
 
 Shapes use: batch, query (queries), key (keys), heads.
-
-Strategies: what each axis of the mesh does for an attention.
 """
 
 from __future__ import annotations
@@ -22,17 +20,17 @@ from cfp.errors import CfpError
 if TYPE_CHECKING:
     from cfp.attention.kernels import Kernel
 
-# A position that no key has: of keys that fill a block up.
+# Position of keys that only fill up a block; no real key has it.
 BEYOND = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """From products of queries and keys to scores: cap * tanh(scale * qk / cap).
+    """Formula from products qk to scores: softcap * tanh(scale * qk / softcap).
 
     Attributes:
-      scale: what products are multiplied with.
-      softcap: bound of a score, or None. A bias is added, and a mask applied, after it.
+      scale: factor of the products of queries and keys.
+      softcap: bound of a score, or None: scale * qk. Bias and mask come after it.
     """
 
     scale: float
@@ -46,13 +44,13 @@ def _static() -> Any:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mask:
-    """The keys that a query sees: those that all of these conditions allow.
+    """Mask: a query sees a key if all of these conditions hold.
 
     Attributes:
-      causal: no key behind the query.
-      left: no key more than so many positions before the query; None has no bound.
-      right: no key more than so many positions behind it; None has no bound.
-      keys: keys from this position on are padding; None has no padding.
+      causal: True if key position <= query position.
+      left: key position >= query position - left; None has no bound.
+      right: key position <= query position + right; None has no bound.
+      keys: key position < keys, others are padding; None has no padding.
       query_positions: [query] int32, rising; 0, 1, 2... if None.
       key_positions: [key] int32, rising; 0, 1, 2... if None.
       query_segments: [batch, query] int32, or None: a query sees keys of its own
@@ -74,18 +72,18 @@ class Mask:
 
     @property
     def by_position(self) -> bool:
-        """True if positions matter at all."""
+        """True if a condition depends on positions."""
         bounds = (self.left, self.right, self.keys)
         return self.causal or any(bound is not None for bound in bounds)
 
     def lengths(self, batch: int) -> Array | None:
-        """[batch] int32: how many keys each sequence has; None without padding."""
+        """Number of keys of each sequence, [batch] int32; None without padding."""
         if self.key_lengths is not None:
             return self.key_lengths
         return None if self.keys is None else jnp.full(batch, self.keys, jnp.int32)
 
     def without_positions(self) -> Mask:
-        """The mask of queries and keys that all see each other by position."""
+        """The mask without its conditions on positions; segments stay."""
         return replace(
             self,
             causal=False,
@@ -101,12 +99,12 @@ NO_MASK = Mask(causal=False, left=None, right=None, keys=None)
 
 
 def positions_of(given: Array | None, count: int) -> Array:
-    """Positions as an array, also where they are counted from 0."""
+    """The given positions, by default 0, 1, 2..., as [count] int32."""
     return jnp.arange(count, dtype=jnp.int32) if given is None else given
 
 
 def visible(mask: Mask, queries: int, keys: int) -> Array | None:
-    """[1 or batch, 1, query, key] of bool; None if everything is seen."""
+    """True for visible keys, [1 or batch, 1, query, key]; None if all are visible."""
     allowed = None
     if mask.by_position:
         query = positions_of(mask.query_positions, queries)[:, None]
@@ -122,10 +120,9 @@ def visible(mask: Mask, queries: int, keys: int) -> Array | None:
 
 
 def may_meet(mask: Mask, query: Array, key: Array) -> Array:
-    """True if any queries may see any keys, by their positions; there is one of each.
+    """False ([] bool) if no query of a block can see a key, by their positions.
 
-    Returns:
-      [] bool; true also for some blocks in which nothing is seen.
+    The test uses the ranges of positions, so it may be True for an invisible block.
     """
     first, last = jnp.min(query), jnp.max(query)
     lowest, highest = jnp.min(key), jnp.max(key)
@@ -142,7 +139,7 @@ def may_meet(mask: Mask, query: Array, key: Array) -> Array:
 
 
 def bounds(mask: Mask, query: Any, key: Any) -> list[Any]:
-    """The keys that each condition by position allows, in arrays of any library."""
+    """Conditions on positions as boolean arrays; `query` and `key` broadcast."""
     found = []
     if mask.causal:
         found.append(key <= query)
@@ -160,22 +157,22 @@ Window = int | tuple[int | None, int | None] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionProblem:
-    """One attention, of the whole model or of one device.
+    """Sizes and options of one attention, on all devices or on one.
 
     Attributes:
-      heads: of queries, a multiple of kv_heads.
-      kv_heads: of keys and values.
-      causal: True hides keys behind the query.
-      left: number of visible positions back; None has no bound.
-      right: number of visible positions ahead; None has no bound.
-      segments: True if tokens have segment ids.
-      hides_keys: True if segments only hide keys from all queries, as padding.
-      bias: True if a term is added to scores, or a mask is of queries by keys.
-      rounds_bias: True if the dtype would round it.
+      heads: number of query heads, a multiple of kv_heads.
+      kv_heads: number of key and value heads.
+      causal: True hides keys after the query.
+      left: number of visible positions before the query; None has no bound.
+      right: number of visible positions after the query; None has no bound.
+      segments: True if tokens have segment ids or keys have lengths.
+      hides_keys: True if `segments` only hides padding keys.
+      bias: True if there is a bias, or a mask [query, key].
+      rounds_bias: True if a cast of the bias to `dtype` would round it.
       rounds_output: True if the step keeps the output in a wider dtype.
-      scale: of the products of queries and keys.
+      scale: factor of the products of queries and keys.
       softcap: bound of a score, or None.
-      padded_keys: True if keys at the end are padding.
+      padded_keys: True if a strategy pads keys that need a mask.
     """
 
     batch: int
@@ -223,10 +220,10 @@ def problem_of(
     bias: Any = None,
     softcap: float | None = None,
 ) -> AttentionProblem:
-    """Makes a problem of arguments, arrays or shapes with dtypes.
+    """Describes a call of `cfp.attention`; arrays may be ShapeDtypeStructs.
 
     Raises:
-      CfpError: they do not fit together.
+      CfpError: shapes or dtypes do not fit together.
     """
     shapes = tuple(tuple(x.shape) for x in (q, k, v))
     fits = (
@@ -247,7 +244,7 @@ def problem_of(
     keys, kv_heads = shapes[1][1:3]
     left, right = window if isinstance(window, tuple) else (window, window)
     if causal:
-        right = None  # Nothing that a causal mask leaves.
+        right = None  # The causal mask hides these keys.
     query_ids, key_ids = segments_of(segment_ids)
     for ids, tokens in ((query_ids, queries), (key_ids, keys)):
         if ids is not None and tuple(ids.shape) != (batch, tokens):
@@ -283,13 +280,13 @@ def problem_of(
 
 
 def finite_bias(bias: Array, dtype: Any) -> Array:
-    """A bias in another dtype, in which a hidden key's stays a number."""
+    """Casts a bias; values below half the dtype's minimum are raised to that half."""
     least = float(jnp.finfo(dtype).min) / 2
     return jnp.maximum(bias, jnp.asarray(least, bias.dtype)).astype(dtype)
 
 
 def segments_of(segment_ids: Any) -> tuple[Any, Any]:
-    """Segment ids of queries and of keys, from one array or a pair."""
+    """Returns (ids of queries, ids of keys) from one array, a pair or None."""
     if isinstance(segment_ids, tuple):
         query_ids, key_ids = segment_ids
         return query_ids, key_ids
@@ -317,11 +314,11 @@ Given = str | Mapping[str, str] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStrategy:
-    """A role for some axes of a mesh; the others hold copies.
+    """Roles of mesh axes in an attention; axes without a role hold copies.
 
     Attributes:
-      roles: (axis, role), in the mesh's order.
-      sizes: (axis, devices along it) of the whole mesh.
+      roles: (axis, role) pairs, in the mesh's order.
+      sizes: (axis, number of devices) for all axes of the mesh.
     """
 
     roles: tuple[tuple[str, str], ...]
@@ -329,7 +326,7 @@ class AttentionStrategy:
 
     @classmethod
     def of(cls, given: Given, sizes: Mapping[str, int]) -> AttentionStrategy:
-        """Reads a strategy: {"axis": "role"}, or a role alone for a mesh of one axis.
+        """Makes a strategy from {axis: role}, or from a role if the mesh has one axis.
 
         Raises:
           CfpError: an axis or a role does not exist.
@@ -354,13 +351,13 @@ class AttentionStrategy:
         return tuple(axis for axis, role in self.roles if role in roles)
 
     def parts(self, *roles: str) -> int:
-        """Into how many parts some roles divide something."""
+        """Number of devices along all axes with these roles."""
         sizes = dict(self.sizes)
         return prod(sizes[axis] for axis in self.axes(*roles))
 
     @property
     def spread(self) -> str | None:
-        """The axis along which keys are gathered or go round, or None."""
+        """The axis along which keys are gathered or rotate in a ring, or None."""
         axes = self.axes(*_SPREAD)
         return axes[0] if axes else None
 
@@ -370,21 +367,21 @@ class AttentionStrategy:
 
     @property
     def ring_ranks(self) -> int:
-        """Devices of the ring or of the gathering; 1 without."""
+        """Number of devices of the ring or gathering; 1 without."""
         return self.parts(*_SPREAD)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The axes that shard tokens outside: first the ring's, then Ulysses'."""
+        """Axes that shard the tokens of arguments: first the ring's, then Ulysses'."""
         return self.axes(*_SPREAD) + self.axes(ULYSSES)
 
     @property
     def token_multiple(self) -> int:
-        """The number that the count of tokens must be a multiple of."""
+        """Number that must divide the number of tokens."""
         return self.parts(*_SPREAD, ULYSSES) * (2 if self.zigzag else 1)
 
     def filled(self, tokens: int) -> int:
-        """A number of tokens, filled up to such a multiple."""
+        """A number of tokens, rounded up to a multiple of `token_multiple`."""
         return -(-tokens // self.token_multiple) * self.token_multiple
 
     def spec(self) -> PartitionSpec:
@@ -394,12 +391,12 @@ class AttentionStrategy:
         )
 
     def segment_specs(self) -> tuple[PartitionSpec, PartitionSpec]:
-        """Specs of the ids of queries and of keys inside: [batch, tokens]."""
+        """Shardings of the segment ids of queries and of keys, [batch, tokens]."""
         batch = self.axes(BATCH) or None
         return PartitionSpec(batch, self.axes(*_SPREAD) or None), PartitionSpec(batch)
 
     def bias_spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Returns the spec of a bias, with the heads of a rank inside."""
+        """Sharding of a bias [batch, heads, queries, keys], by batch and heads."""
         heads = self.axes(HEADS) + self.axes(ULYSSES)
         return PartitionSpec(
             (self.axes(BATCH) or None) if shape[0] > 1 else None,
@@ -407,7 +404,7 @@ class AttentionStrategy:
         )
 
     def refusal(self, problem: AttentionProblem, kernel: Kernel) -> str | None:
-        """Returns the reason why a problem and a kernel do not fit it, or None."""
+        """Reason why the strategy cannot compute a problem by a kernel, or None."""
         for roles, name in ((_SPREAD, "ring or gathering"), ((ULYSSES,), "Ulysses")):
             if len(self.axes(*roles)) > 1:
                 return f"there is one axis for {name}, not {len(self.axes(*roles))}"
@@ -417,13 +414,13 @@ class AttentionStrategy:
                 "parts"
             )
         if self.token_axes and problem.causal and problem.queries != problem.keys:
-            return "a causal mask over sharded tokens has as many queries as keys"
+            return "a causal mask over sharded tokens needs as many queries as keys"
         if self.spread is None:
             return None
         if problem.bias:
             return (
-                "a bias or dense mask has a column for each key: keys stay together "
-                "for it"
+                "a bias or dense mask has a column for each key, so keys cannot be "
+                "sharded"
             )
         return self._refused_by(kernel, problem)
 
@@ -436,5 +433,5 @@ class AttentionStrategy:
             (problem.padded_keys, "padded keys"),
         ):
             if unable:
-                return f"{kernel.name} computes no blocks with {what}"
+                return f"{kernel.name} cannot compute blocks of keys with {what}"
         return None

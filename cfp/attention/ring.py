@@ -1,19 +1,19 @@
 """Attention to keys that are spread over devices: a ring, or keys gathered at once.
 
-Each rank keeps its queries. In a ring keys and values go round, one collective-permute
-a step, issued before the computation of the step that it does not depend on; results
-join by their log-sum-exp in float32. The backward pass goes round again, with the whole
-row's output and log-sum-exp, and the gradients of keys and values travel along with
-them in float32 until they are home. Liu et al., "Ring Attention with Blockwise
-Transformers for Near-Infinite Context", 2023. In zigzag order every step of a causal
-mask is the same work on every rank, and a rank computes with some of its own keys while
-gradients come home.
+Each rank (device along the axis) keeps its queries. In a ring, keys and values rotate:
+a step sends them to the next rank by a collective-permute, issued before the step's
+computation, which does not depend on it. Results of steps are combined by their
+log-sum-exp in float32. The backward pass rotates again, with the whole row's output and
+log-sum-exp. The gradients of keys and values travel with them in float32, back to their
+own rank. Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite
+Context", 2023.
 
-All of this is for the inside of a `jax.shard_map` that is manual in the axis.
+The functions run inside a `jax.shard_map` that is manual in the axis.
 
-In zigzag order the sequence is cut into two chunks for each rank; rank i has chunk i
-and chunk 2 * ranks - 1 - i. Whole models run in this order: convert tokens, labels,
-positions and segment ids once, where batches are loaded.
+In zigzag order the sequence has two chunks for each rank: rank i has chunk i and chunk
+2 * ranks - 1 - i. Then a causal mask gives every rank the same work in every step.
+Whole models run in this order: convert tokens, labels, positions and segment ids once,
+where batches are loaded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cfp.attention.problem import ALL_GATHER, AttentionStrategy, Mask, Scores, m
 
 
 def zigzag_order(length: int, ranks: int) -> np.ndarray:
-    """Positions in zigzag order: token i of the new order is token `order[i]` of old.
+    """Positions [length] int32: token i in zigzag order is token `order[i]` of before.
 
     Args:
       length: tokens, a multiple of 2 * ranks.
@@ -44,7 +44,7 @@ def zigzag_order(length: int, ranks: int) -> np.ndarray:
     """
     if length % (2 * ranks):
         raise ValueError(
-            f"a length in zigzag order is a multiple of 2 * ranks = {2 * ranks}, "
+            f"a length in zigzag order must be a multiple of 2 * ranks = {2 * ranks}, "
             f"got {length}"
         )
     chunks = np.arange(length, dtype=np.int32).reshape(2 * ranks, -1)
@@ -53,17 +53,17 @@ def zigzag_order(length: int, ranks: int) -> np.ndarray:
 
 
 def to_zigzag(x: Array, ranks: int) -> Array:
-    """Tokens, along dim 1, in zigzag order, whose positions are `zigzag_order`."""
+    """Reorders tokens, along dim 1, to `zigzag_order`."""
     return jnp.take(x, zigzag_order(x.shape[1], ranks), axis=1)
 
 
 def from_zigzag(x: Array, ranks: int) -> Array:
-    """Undoes `to_zigzag`."""
+    """Reorders tokens in zigzag order, along dim 1, to their natural order."""
     return jnp.take(x, np.argsort(zigzag_order(x.shape[1], ranks)), axis=1)
 
 
 def local_positions(rank: Array, ranks: int, count: int, zigzag: bool) -> Array:
-    """Positions of the tokens that a rank has, [count] int32."""
+    """Positions of a rank's tokens, [count] int32."""
     index = jnp.arange(count, dtype=jnp.int32)
     if not zigzag:
         return rank * count + index
@@ -73,26 +73,26 @@ def local_positions(rank: Array, ranks: int, count: int, zigzag: bool) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """All tokens of a rank, or a half of them.
+    """Selection of all tokens of a rank, or of one half.
 
     Attributes:
-      half: 0 or 1, [] int32 if the rank decides; None if it is all.
-      count: tokens of the half, or of all.
+      half: 0 or 1, as [] int32 if it depends on the rank; None for all tokens.
+      count: number of selected tokens.
     """
 
     half: int | Array | None
     count: int
 
     def of(self, x: Array, dim: int = 1) -> Array:
-        """Returns these tokens of an array of all."""
+        """The selected tokens of an array of all tokens."""
         if self.half is None:
             return x
         return lax.dynamic_slice_in_dim(x, self.half * self.count, self.count, dim)
 
     def spread(self, part: Array, fill: float = 0.0) -> Array:
-        """Spreads rows to all tokens along dim 1, with a fill elsewhere.
+        """Undoes `of` along dim 1, with a fill for other tokens.
 
-        An elementwise expression, which the compiler fuses into its reader.
+        The expression is elementwise, so that XLA fuses it into its reader.
         """
         if self.half is None:
             return part
@@ -103,13 +103,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """The spread of a sequence over a mesh axis, and the kernel of its blocks.
+    """A sequence sharded over a mesh axis, and the kernel for its blocks.
 
     Attributes:
-      zigzag: whether tokens are in zigzag order.
-      gather: whether keys and values are gathered at once; otherwise they rotate.
-      scores: how products become scores.
-      mask: of the whole sequence, by position, without segments.
+      axis: name of the mesh axis.
+      ranks: number of devices along the axis.
+      zigzag: True if tokens are in zigzag order.
+      gather: True if keys and values are gathered at once; otherwise they rotate.
+      mask: mask of the whole sequence, by position, without segments.
     """
 
     axis: str
@@ -124,7 +125,7 @@ class Ring:
     def of(
         cls, strategy: AttentionStrategy, kernel: Kernel, scores: Scores, mask: Mask
     ) -> Ring:
-        """The ring, or the gathering, of a strategy that has one."""
+        """The ring or gathering of a strategy."""
         assert strategy.spread is not None, "tokens are sharded"
         return cls(
             axis=strategy.spread,
@@ -138,11 +139,11 @@ class Ring:
 
     @property
     def rank(self) -> Array:
-        """Returns this device's rank, [] int32."""
+        """This device's rank, [] int32."""
         return lax.axis_index(self.axis)
 
     def rotated(self, x: Any, ranks: int) -> Any:
-        """Arrays that so many ranks before have, or behind if that is negative."""
+        """Returns the arrays of rank - ranks: sends each rank's to rank + ranks."""
         if ranks % self.ranks == 0:
             return x
         path = [(rank, (rank + ranks) % self.ranks) for rank in range(self.ranks)]
@@ -150,12 +151,12 @@ class Ring:
 
     @property
     def in_one(self) -> bool:
-        """True if gathered keys are one block: the kernel masks it as it has to be."""
+        """True if gathered keys are one block, since the kernel can mask all of it."""
         simple = not self.mask.by_position
         return self.gather and (simple or self.kernel.any_positions)
 
     def steps(self, tokens: int) -> int:
-        """Blocks of keys that a rank may see, its own first."""
+        """Number of blocks of keys that a rank may see, its own included."""
         if self.in_one:
             return 1
         left = self.mask.left
@@ -167,12 +168,12 @@ class Ring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Work of a rank in a step: some of its queries with some of the keys there.
+    """Part of a rank's work in a step: attention of some queries to some keys.
 
     Attributes:
-      when: [] bool, whether there is anything to see; None if there always is.
-      queries: of the rank, half of them in zigzag order, or all.
-      keys: of the step's block, half of them in zigzag order, or all.
+      when: [] bool, False if no key is visible; None to compute always.
+      queries: selected queries of the rank.
+      keys: selected keys of the step's block.
     """
 
     when: Array | None
@@ -183,13 +184,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """All steps of a rank.
+    """Pieces of work of a rank, by step. Step s computes the keys of rank - s.
 
     Attributes:
-      queries: tokens of a rank.
-      keys: tokens of a rank.
-      query_segments: [batch, queries] of the rank, or None.
-      key_segments: [batch, ranks * keys], or None.
+      queries: number of a rank's queries.
+      keys: number of a rank's keys.
+      query_segments: segment ids [batch, queries] of the rank, or None.
+      key_segments: segment ids [batch, ranks * keys] of all ranks, or None.
       rank: [] int32.
     """
 
@@ -201,15 +202,15 @@ class Pieces:
     rank: Array
 
     def of_step(self, step: int | Array) -> tuple[Piece, ...]:
-        """The pieces of a step in order; a step that a loop counts is not 0."""
+        """Pieces of a step, in order; a traced step must not be 0."""
         ring, mask = self.ring, self.ring.mask
         if not mask.by_position:
             return (self._piece(step),)
         if ring.in_one:
             return (self._located(step, always=True),)
         if isinstance(step, int) and step == 0:
-            # Queries and keys are at the same positions: only distances matter, or in
-            # zigzag order which comes first.
+            # Queries and keys have the same positions, so local positions do as well;
+            # in zigzag order only if no distance is bounded.
             alike = not self._bounded if ring.zigzag else mask.keys is None
             if alike and self.queries == self.keys:
                 return (self._piece(step, mask),)
@@ -220,9 +221,9 @@ class Pieces:
         earlier = self.rank >= step  # The step's block comes from an earlier rank.
         if not ring.zigzag:
             return (make(step, when=earlier),)
-        # The second half of the queries sees the first of the keys; besides, of an
-        # earlier rank's keys all queries see the first half, and of a later one's the
-        # second half of the queries sees all.
+        # The second half of the queries sees the first half of the keys. Besides, for
+        # keys of an earlier rank the first halves of queries and keys meet, and for
+        # keys of a later rank the second halves.
         queries, keys = self.queries // 2, self.keys // 2
         at = jnp.where(earlier, 0, 1)
         return (
@@ -231,7 +232,7 @@ class Pieces:
         )
 
     def of_own(self) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-        """Returns the pieces of step 0; pieces that may also come last are apart."""
+        """Pieces of step 0: those to compute first, and those that may come last."""
         pieces, half = self.of_step(0), self.keys // 2
         mask = pieces[0].mask
         if not self.ring.zigzag or not mask.causal or mask.query_positions is not None:
@@ -273,7 +274,7 @@ class Pieces:
         keys: Rows | None = None,
         always: bool = False,
     ) -> Piece:
-        """A piece whose mask has positions, computed if any of its tokens may meet."""
+        """A piece whose mask has positions; computed if a query may see a key."""
         ring = self.ring
         queries, keys = queries or Rows(None, self.queries), keys or self._all_keys
         if ring.in_one:
@@ -302,7 +303,7 @@ class Pieces:
         )
 
 
-Step = int | Array  # Not 0 where it is an array.
+Step = int | Array  # An array is not 0.
 KeysValues = Array | tuple[Array, Array]  # Stacked, or two arrays.
 
 
@@ -315,16 +316,16 @@ def spread_attention(
     key_segments: Array | None,
     ring: Ring,
 ) -> Array:
-    """Attention of a rank's queries to the keys of all ranks.
+    """Computes attention of a rank's queries to the keys of all ranks.
 
     Args:
       q: [batch, queries of this rank, heads, head_dim].
-      k: [batch, keys of this rank, kv_heads, head_dim].
+      k: [batch, keys of this rank, kv_heads, head_dim]; v is like k.
       query_segments: [batch, queries of this rank] int32, or None.
-      key_segments: of all keys, [batch, keys], in the order of ranks; or None.
+      key_segments: [batch, keys of all ranks] int32, in the order of ranks; or None.
 
     Returns:
-      Like q.
+      The output, with the shape and dtype of q.
     """
     return forward(q, k, v, query_segments, key_segments, ring)[0]
 
@@ -335,11 +336,11 @@ Residuals = tuple[Any, ...]
 def forward(
     q, k, v, query_segments, key_segments, ring: Ring
 ) -> tuple[Array, Residuals]:
-    """The forward pass of `spread_attention`.
+    """Forward pass of `spread_attention`.
 
     Returns:
-      (output, what `backward` takes: the arguments, the output, and its log-sum-exp
-      over all keys, [batch, queries, heads] float32).
+      The output, and residuals for `backward`: the arguments, the output and its
+      log-sum-exp over all keys, [batch, queries, heads] float32.
     """
 
     def attend(so_far: Partial, piece: Piece, kv: KeysValues) -> Partial:
@@ -374,8 +375,7 @@ def forward(
             following = ring.rotated(kv, 1)
             return following, compute(step, so_far, kv)
 
-        # A loop, so that no block leaves before its predecessor is used up; unrolled,
-        # XLA may have all of them on their way at once.
+        # A loop keeps two blocks in memory. Unrolled, XLA may send all blocks at once.
         carried = (k, v), nothing_yet(q)
         if last > 0:
             carried = lax.fori_loop(1, last, go_on, go_on(0, carried))
@@ -386,10 +386,10 @@ def forward(
 
 
 def backward(ring: Ring, kept: Residuals, dout: Array) -> tuple[Any, ...]:
-    """The gradients of all arguments of `spread_attention`."""
-    # What goes round here must not look like what went round in the forward pass, or
-    # XLA takes both for one and keeps blocks in between. A barrier is not enough: it is
-    # gone when XLA looks for the last time. So values and keys go as one array here.
+    """Gradients of all arguments of `spread_attention`, None for segments."""
+    # Rotated arrays must differ from the forward pass's. Otherwise XLA merges equal
+    # transfers, and keeps all blocks in memory until the backward pass. A barrier is
+    # not enough, since XLA removes it early. So values and keys are one array here.
     q, k, v, query_segments, key_segments, out, lse = kept
     q, k, v, out, lse, dout = lax.optimization_barrier((q, k, v, out, lse, dout))
 
@@ -410,7 +410,7 @@ def backward(ring: Ring, kept: Residuals, dout: Array) -> tuple[Any, ...]:
     )
 
     def compute(step: Step, dq: Array, kv: Array) -> tuple[Array, ...]:
-        """Gradients of queries, added to; of values and keys, as one array."""
+        """Returns dq with this step added, and the step's [dv, dk] as one array."""
         nothing = jnp.zeros(kv.shape[1:], jnp.float32)
         dq, *made = _run(pieces.of_step(step), add, (dq, nothing, nothing), kv)
         return dq, jnp.stack(made)
@@ -437,8 +437,8 @@ def backward(ring: Ring, kept: Residuals, dout: Array) -> tuple[Any, ...]:
             dq, more = compute(step, dq, kv)
             return following, dq, arrived + more
 
-        # What other ranks add to a block's gradients travels with it; its own rank's
-        # part stays, some of it computed while keys leave, some while gradients arrive.
+        # Other ranks' gradients of a block travel with it. The own rank's part stays;
+        # it is computed partly while keys leave, partly while gradients arrive.
         begin, end = pieces.of_own()
         following = ring.rotated(kv, 1)
         nothing = jnp.zeros(k.shape, jnp.float32)
@@ -449,7 +449,7 @@ def backward(ring: Ring, kept: Residuals, dout: Array) -> tuple[Any, ...]:
             kv, dq, others = lax.fori_loop(1, last, go_on, (following, dq, others))
             others = ring.rotated(others, 1) if last > 1 else others
             dq, more = compute(last, dq, kv)
-            # Nothing is added any more.
+            # The sums are complete, so k's dtype is enough.
             arrived = ring.rotated((others + more).astype(k.dtype), -last)
             made = dq, own[0] + arrived[0], own[1] + arrived[1]
         dq, *dkv = _run(end, add, made, (v, k))
@@ -466,7 +466,7 @@ def _run(
     so_far: Any,
     kv: KeysValues,
 ) -> Any:
-    """Computes the pieces of a step, one after the other."""
+    """Adds the pieces of a step to `so_far`, skipping invisible ones."""
     for piece in pieces:
 
         def go(so_far: Any, piece: Piece = piece) -> Any:
@@ -480,7 +480,7 @@ def _run(
 
 
 def _gathered(kv: Array, ring: Ring) -> Array:
-    """[ranks, 2, batch, keys, ...]; of a single block [2, batch, ranks * keys, ...]."""
+    """[ranks, 2, batch, keys, ...], or one block [2, batch, ranks * keys, ...]."""
     if ring.in_one:
         return lax.all_gather(kv, ring.axis, axis=2, tiled=True)
     return lax.all_gather(kv, ring.axis, axis=0)

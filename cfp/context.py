@@ -33,45 +33,45 @@ from cfp.settings import (
     defaults_of,
 )
 
-# Settings that the command line calls otherwise.
+# Names of options on the command line, for suggestions.
 _OPTIONS = {"time_budget": "seconds"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
-    """Settings of measuring, search and race.
+    """Settings of measuring, search and race. A segment is a repeated run of blocks.
 
-    The first sentence on each is the help of the command line's option, too.
+    The first sentence of each attribute is also the help of the command line's option.
 
     Attributes:
         per_kind: strategies to measure for each kind of segment, at most.
         others: strategies of each kind of segment to measure beside those of the
             presets. The best by estimate are measured. If memory excludes the fastest,
-            more are measured while they may make the plan faster by 2 %.
+            more are measured while another may make the plan faster by 2 %.
         seconds: stop planning after about this long, race included, also if nothing
-            fits in memory yet. Measuring ends after 0.6 of it, or all of it without a
-            race. If no program fits at the end, the smallest is compiled.
+            fits in memory yet. Measuring ends after 0.6 of this time, or all of it
+            without a race. If no program fits then, the smallest is compiled.
         compiler_options: sets of compiler options by the name that the race is to give
             them; the fastest program races with each. By default a short list for the
             platform.
         attention: kernels of attention to try, such as cudnn and chunked, the preferred
-            first; by default cudnn on GPUs, and chunked if memory decides. () keeps
-            attentions as they are written, and so does none on the command line.
+            first; by default cudnn on GPUs, and chunked if memory decides. (), on the
+            command line none, keeps attention as the step has it written.
         choose: kinds of choices to make among mesh, sharding, storage, remat, kernels,
             compiler-options, microbatches and host-memory; by default all. Without
             them: one mesh axis, data parallel, parameters as used, the step as written,
             no options, state on the devices.
-        race: time the best plan and the presets on the whole program. Otherwise the
-            prediction decides, and under a budget what compiles to fit. On virtual CPU
-            devices nothing races unless it is measured: the best that compiles is
-            taken.
+        race: time the best plan and the presets on the whole program. Without a race
+            the best prediction wins; with a memory budget, the best that compiles to
+            fit. On virtual CPU devices candidates race only with ``measure=True``.
         compile: compile the best few for described devices (takes cfp[tpu] or
             cfp[cuda]), and drop those that do not fit.
         precision: compute large 16-bit products of parameters in FP8, which changes
             results: fp8, or fp8,-*/router to leave some out by path. See docs/fp8.md.
         measure: measure strategies and race on virtual CPU devices, too; by default
             choices there are by estimates. False uses stored measurements only.
-        retry_failures: measure again what failed before. It may be a moment, too.
+        retry_failures: measure again what failed before. A `datetime` retries failures
+            from before that time.
         progress: called with every event, a :class:`Progress` or a line of text.
         ray: address of a Ray cluster to plan on: auto, host:port, or local, which
             starts one here. See docs/ray.md.
@@ -96,7 +96,7 @@ class PlannerSettings:
     ray: str | None = None
 
     def __new__(cls, **given: Any) -> PlannerSettings:
-        """Raises for unknown names, with the known ones."""
+        """Raises OptionError for an unknown name, and lists the known names."""
         known = [one.name for one in fields(cls)]
         for name in given.keys() - {*known}:
             raise OptionError(
@@ -136,15 +136,15 @@ class PlannerSettings:
 
     @property
     def dimensions(self) -> frozenset[Dimension]:
-        """The kinds of choices.
+        """Kinds of choices to make, from ``choose``.
 
         Raises:
-            CfpError: a name is unknown, or there is none.
+            CfpError: ``choose`` has an unknown name, or is empty.
         """
         return ALL_DIMENSIONS if self.choose is None else dimensions_of(self.choose)
 
 
-# Settings that ask for what a dimension chooses among.
+# The setting that lists the options of a kind of choice.
 _OF_DIMENSIONS = {
     Dimension.KERNELS: "attention",
     Dimension.COMPILER_OPTIONS: "compiler_options",
@@ -155,7 +155,7 @@ def dimensions_of(names: str | Iterable[str]) -> frozenset[Dimension]:
     """Reads names of kinds of choices, with hyphens or underscores.
 
     Raises:
-        CfpError: a name is unknown, or there is none.
+        CfpError: a name is unknown, or no name is given.
     """
     names = [names] if isinstance(names, str) else [*names]
     known = [one.replace("_", "-") for one in Dimension]
@@ -201,10 +201,10 @@ class DetailedSettings(PlannerSettings):
 
     @classmethod
     def of(cls, settings: PlannerSettings | None) -> DetailedSettings:
-        """Returns a user's settings, or the defaults, with defaults for the rest.
+        """Extends a user's settings by the detailed defaults; None gives all defaults.
 
         Raises:
-            CfpError: they are of another type.
+            CfpError: the settings are no PlannerSettings.
         """
         if isinstance(settings, DetailedSettings):
             return settings
@@ -225,9 +225,11 @@ class MemoryBudget:
     """Memory that a program must fit in.
 
     Attributes:
-        budget_bytes: memory of a device that a program may need.
-        device_bytes: memory that the compiler assumes if it takes a limit, or None.
-        reserve_bytes: memory beside the budget that the allocator may add.
+        budget_bytes: memory that a program may need on each device: the user's budget
+            without the reserve.
+        device_bytes: memory of a device, from which the compiler's limit is computed;
+            None if the compiler takes no limit.
+        reserve_bytes: part of the user's budget that the allocator may need.
     """
 
     budget_bytes: int
@@ -240,12 +242,11 @@ class PlanContext:
     """Context shared by all passes of a plan.
 
     Attributes:
-        mesh: the devices, which may only be described.
-        rules: the platform's defaults, with the user's settings in their place.
-        memory: the budget that was asked for, not the device's memory; None if none
-            was.
-        device_bytes: memory of a device, or None where it does not say.
-        end: when planning is to end, as `time.monotonic` counts.
+        mesh: the devices, real or described.
+        rules: the platform's defaults, replaced by the user's settings where given.
+        memory: the user's memory budget; None without one.
+        device_bytes: memory of a device, or None if the device does not report it.
+        end: the end of planning, in seconds of `time.monotonic`.
     """
 
     mesh: Mesh | DescribedMesh
@@ -260,13 +261,13 @@ class PlanContext:
 
     @property
     def devices(self) -> Mesh:
-        """The mesh that programs are compiled for, and run on."""
+        """The mesh of real devices; an AssertionError for a described mesh."""
         assert isinstance(self.mesh, Mesh), "nothing is compiled for described devices"
         return self.mesh
 
     @property
     def budget_bytes(self) -> int | None:
-        """Memory that a plan may use on each device."""
+        """Memory that a plan may use on each device, in bytes; None if unknown."""
         return self.memory.budget_bytes if self.memory else self.device_bytes
 
     @property
@@ -281,7 +282,7 @@ class PlanContext:
 
     @property
     def compiles(self) -> bool:
-        """True if candidates are compiled, to see what fits; they may race, too."""
+        """True if candidates are compiled, to check that they fit in memory."""
         if isinstance(self.mesh, DescribedMesh):
             return self.settings.compile
         return self._may_run or self.memory is not None
@@ -292,9 +293,9 @@ class PlanContext:
 
     @property
     def usual_temp_share(self) -> float:
-        """The share of temporaries that the compiler usually leaves under a limit.
+        """Usual temporary memory under XLA's memory limit, as a share of that without.
 
-        1 where it takes no limit, or nothing is compiled.
+        It is 1 if the compiler takes no limit, or nothing is compiled.
         """
         limited = self.compiles and self.rules.limits_memory and self.device_bytes
         return LIMITED_MEMORY if limited else 1.0
@@ -310,8 +311,8 @@ def open_context(
     """Opens the context of a plan; the store is closed at the end.
 
     Raises:
-        CfpError: the budget is no more than what the allocator may add, or programs
-            are to be compiled for described devices, and these are there.
+        CfpError: the budget is not above the allocator's reserve; or
+            ``compile=True`` is set for real devices.
     """
     settings = DetailedSettings.of(settings)
     if isinstance(mesh, DescribedMesh):
@@ -365,7 +366,8 @@ def _rules(
 ) -> PlatformDefaults:
     """Combines a platform's defaults with the user's settings.
 
-    One device has one level, and no compiler options, which are for collectives.
+    One device has one constraint level and, by default, no compiler options, which are
+    for collectives.
     """
     reach, unasked = settings.reach, settings.measure is None
     options = settings.compiler_options
@@ -395,12 +397,12 @@ def _rules(
 
 
 def device_memory(mesh: Mesh | DescribedMesh) -> int | None:
-    """Memory of a device that programs may use, or None where it does not say."""
+    """Bytes that programs may use on a device; None on CPUs, or if not reported."""
     if isinstance(mesh, DescribedMesh):
         return mesh.memory_bytes
     if mesh.devices.flat[0].platform == "cpu":
         return None
     own = int((mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", 0))
     talk = coordination() if is_shared(mesh) else None
-    # A process may only ask its own devices.
+    # A process can only query its own devices.
     return min(own, talk.least_bytes) if talk and talk.hosts else own or None

@@ -1,8 +1,8 @@
-"""Every error that a user of cfp can mend.
+"""Errors that a user of cfp can mend, and helpers for their messages.
 
-`except CfpError` catches all of them and none of our own bugs, which stay
-`AssertionError`, `ValueError` and the like. Inside a search a failure is a
-value (a `ProfileRecord` with a status); it becomes one of these at the edge.
+`except CfpError` catches all of them. Bugs of cfp itself stay `AssertionError`,
+`ValueError` and the like. During a search, a failed measurement is a `ProfileRecord`
+with a status, and raises nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path, PurePath
 
 _OWN = Path(__file__).resolve().parent
 _STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
-# Wherever they are: a user's own, and others on PYTHONPATH.
+# Names of folders of installed packages, anywhere on PYTHONPATH.
 _INSTALLED = {"site-packages", "dist-packages"}
 
 _MOST_SUMMARY = 200  # characters
@@ -32,8 +32,8 @@ def known_names(
     """Lists known names: ``Did you mean 'fully_sharded'? There are: ...``.
 
     Args:
-      name: a name that is not among them.
-      aliases: other words for known names.
+      name: the unknown name; the closest known name is suggested.
+      aliases: known names by other words for them.
     """
     by_plain = {_plain(one): one for one in known}
     other = (aliases or {}).get(_plain(name))
@@ -52,14 +52,14 @@ def _plain(name: str) -> str:
 
 
 def is_installed(path: str | PurePath) -> bool:
-    """True if a file is of an installed package."""
+    """True if a file belongs to an installed package."""
     return not _INSTALLED.isdisjoint(PurePath(path).parts)
 
 
 def place_of(error: BaseException) -> str:
-    """Finds the line of the user's code that raised an exception; "" if there is none.
+    """Returns the line of the user's code that raised, with its place; else "".
 
-    The line is in the innermost frame outside of cfp and installed packages.
+    Its frame is the innermost outside of cfp, installed packages and Python's library.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_foreign(frame.filename) or is_installed(frame.filename):
@@ -70,13 +70,13 @@ def place_of(error: BaseException) -> str:
 
 
 def _is_foreign(filename: str) -> bool:
-    """True if a file is of cfp or of Python's library, or is none."""
+    """True for files of cfp and of Python's library, and names such as ``<string>``."""
     parents = Path(filename).resolve().parents
     return filename.startswith("<") or _OWN in parents or _STDLIB in parents
 
 
 def warn(text: str) -> None:
-    """Warns at the innermost line outside of cfp and of Python's library."""
+    """Issues a warning at the innermost line outside of cfp and Python's library."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and _is_foreign(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
@@ -91,7 +91,7 @@ def summary_of(error: BaseException) -> str:
 
 
 class CfpError(Exception):
-    """Base of all errors that a user can mend; the text has cause and remedy."""
+    """Base of all errors that a user can mend; the text names cause and remedy."""
 
 
 class OptionError(CfpError, TypeError):
@@ -107,7 +107,7 @@ class PlanMismatch(CfpError):
 
 
 class ProcessError(CfpError):
-    """A process differs from the others, has failed, or is gone."""
+    """One of several JAX processes differs from the others, failed, or is gone."""
 
 
 class MemoryBudgetError(CfpError):
@@ -115,14 +115,14 @@ class MemoryBudgetError(CfpError):
 
     Attributes:
       smallest_feasible_bytes: memory of the smallest plan on one device.
-      contributors: (name, bytes) of its largest parts, largest first.
+      contributors: (name, bytes) of the largest parts of that memory, largest first.
     """
 
     def __init__(
         self,
         message: str,
         *,
-        # Has a value, so that pickle makes the error of its message and attributes.
+        # Defaults let pickle make the error from its message, then set attributes.
         smallest_feasible_bytes: int = 0,
         contributors: Iterable[tuple[str, int]] = (),
     ):
@@ -131,11 +131,10 @@ class MemoryBudgetError(CfpError):
         self.contributors = sorted(contributors, key=itemgetter(1), reverse=True)
 
     def with_line(self, line: str, *, behind_first: bool = False) -> MemoryBudgetError:
-        """Returns the error with one more line in its message.
+        """Returns a copy with one more line at the end of the message.
 
         Args:
-          line: the line, by default the last one.
-          behind_first: True puts the line behind the first.
+          behind_first: True inserts the line after the first line instead.
         """
         first, *rest = str(self).split("\n")
         rest.insert(0 if behind_first else len(rest), f"  {line}")

@@ -1,4 +1,4 @@
-"""Types of fields in files, which pydantic checks where a file is read."""
+"""Types of fields of saved files; pydantic checks them when a file is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Flag = Annotated[bool, Field(strict=True)]
 
 
 def matching(pattern: str, expected: str) -> AfterValidator:
-    """Returns a validator of text: what a message says is `expected`."""
+    """Returns a validator of text by a regular expression; `expected` is its error."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -39,22 +39,22 @@ def _words(text: Any) -> Any:
     return one_line(text) if isinstance(text, str) else text
 
 
-# Text for people, without what a terminal would take for commands.
+# Text for people, in one line; unprintable characters are replaced.
 Words = Annotated[str, Field(max_length=MOST_CHARACTERS), BeforeValidator(_words)]
-# Text that has to be the same elsewhere, so that no character may be replaced.
+# Names that are compared elsewhere; unprintable characters are refused.
 Name = Annotated[str, Field(max_length=MOST_CHARACTERS), AfterValidator(_name)]
 Spec = tuple[tuple[Words, ...], ...]
-# The source of a prediction.
+# The source of a plan's numbers.
 Rung = Annotated[str, matching("estimated|measured", "estimated or measured")]
 
 
 def shown(value: object) -> str:
-    """Returns a value as it may stand in a message: short, in plain characters."""
+    """Returns a value's ASCII repr for a message, cut to 60 characters."""
     return ascii(value) if len(ascii(value)) <= 60 else ascii(value)[:57] + "..."
 
 
 def first_error(error: ValidationError) -> tuple[str, str, str]:
-    """Returns the place of the first error, what was expected there, and the value."""
+    """Returns the first error's place, what was expected, and the value found."""
     first = error.errors(include_url=False)[0]
     parts = (f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"])
     where = "".join(parts).removeprefix(".")

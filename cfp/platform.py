@@ -1,7 +1,7 @@
-"""Devices of a command, selected before JAX looks for any.
+"""Devices of a command: selects JAX's platform, then makes the mesh.
 
-JAX reads these variables at the first use of a device. A command calls `select` first,
-and `make_mesh` after it.
+JAX reads its environment variables at the first use of a device. A command therefore
+calls `select` first, and `make_mesh` after it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _NO_DEVICE = (
 
 
 def parse_mesh(devices: int | None, mesh: str | None) -> Axes | None:
-    """The mesh's axes from ``--devices 4`` or ``--mesh x=2,y=2``; None if neither.
+    """Reads mesh axes from ``--devices 4`` or ``--mesh x=2,y=2``; None if neither.
 
     Raises:
-        CfpError: the text is no mesh.
+        CfpError: the text is no mesh, or the two contradict each other.
     """
     if mesh is None:
         axes = None if devices is None else (("x", devices),)
@@ -62,10 +62,10 @@ def parse_mesh(devices: int | None, mesh: str | None) -> Axes | None:
 
 
 def mesh_shapes(count: int) -> list[Axes]:
-    """The shapes of meshes with so many devices, of up to three axes.
+    """Lists the mesh shapes of a number of devices, with up to three axes.
 
-    Sizes grow from axis to axis. The same sizes in another order are the same mesh but
-    for which devices are neighbours.
+    Sizes do not decrease from axis to axis: other orders of the same sizes are left
+    out, since they only change which devices are neighbours.
     """
     sizes = [
         (first, second, count // first // second)
@@ -79,7 +79,9 @@ def mesh_shapes(count: int) -> list[Axes]:
 
 
 def select(platform: str | None, axes: Axes | None) -> None:
-    """Makes JAX use a platform; on CPUs with as many virtual devices as the mesh has.
+    """Makes JAX use a platform, with the mesh's number of virtual devices on CPUs.
+
+    Then joins other processes of the command, if it was started as one of several.
 
     Args:
         platform: "cpu", "cuda", or None for JAX's choice.
@@ -87,7 +89,7 @@ def select(platform: str | None, axes: Axes | None) -> None:
 
     Raises:
         CfpError: the platform is unknown, or cannot have so many virtual devices.
-        ProcessError: this is one of several processes, and the others do not come.
+        ProcessError: other processes of the command did not connect in time.
     """
     if platform is not None:
         _select(platform, axes)
@@ -107,21 +109,21 @@ def _select(platform: str, axes: Axes | None) -> None:
             f"own. Give a mesh of up to {MOST_CPU_DEVICES}."
         )
     os.environ["JAX_PLATFORMS"] = platform
-    # JAX has read the variable when it was imported.
+    # JAX has already read the variable, at its import.
     jax.config.update("jax_platforms", platform)
     if platform == "cpu":
         os.environ["XLA_FLAGS"] = flags_for_devices(_share(count))
 
 
 def flags_for_devices(count: int) -> str:
-    """Returns ``XLA_FLAGS`` with a number of virtual devices."""
+    """Returns the text of ``XLA_FLAGS`` changed to a number of virtual devices."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     kept = [flag for flag in flags if not flag.startswith(_COUNT_FLAG)]
     return " ".join([*kept, f"{_COUNT_FLAG}={count}"])
 
 
 def _share(count: int) -> int:
-    """Counts this process's share of virtual devices, among several processes."""
+    """Returns the number of a mesh's virtual devices that this process has."""
     member = Membership.of(None, None, None, os.environ)
     if member is None:
         return count
@@ -135,12 +137,11 @@ def _share(count: int) -> int:
 
 
 def make_asked_mesh(axes: Axes | None) -> Mesh:
-    """The mesh that a command was asked for; over all devices, if axes is None.
+    """Makes a command's mesh; with all devices if axes is None.
 
     Raises:
-        CfpError: there are too few devices, or none that work.
-        CfpError: nothing was asked for, and there is one CPU: GPUs were meant, or
-            virtual devices.
+        CfpError: too few devices are there, or none works; or axes is None, and the
+            only device is a CPU.
     """
     mesh = make_mesh(axes)
     if axes is None and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu":
@@ -153,18 +154,18 @@ def make_asked_mesh(axes: Axes | None) -> Mesh:
 
 
 def make_mesh(axes: Axes | None, *, remedy: str = "") -> Mesh:
-    """A mesh of the first devices; over all of them, with one axis x, if axes is None.
+    """Makes a mesh of the first devices; of all, with one axis x, if axes is None.
 
     Args:
-        remedy: a sentence on what to do where devices are missing, if not the usual.
+        remedy: sentence for the error of missing devices, in place of the usual one.
 
     Raises:
-        CfpError: there are too few devices, or none that work.
+        CfpError: too few devices are there, or none works.
     """
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:
-        # JAX asserts that some platform works, where the one named has no plugin.
+        # JAX raises AssertionError if JAX_PLATFORMS names a platform without a plugin.
         reason = (str(error).strip().splitlines() or ["no plugin for the platform"])[0]
         raise CfpError(
             f"JAX finds no device: {reason}. {remedy or _NO_DEVICE}"
@@ -188,7 +189,7 @@ def make_mesh(axes: Axes | None, *, remedy: str = "") -> Mesh:
 
 
 def all_meshes(most_axes: int) -> dict[str, Mesh]:
-    """Makes the meshes of all devices, by name.
+    """Makes meshes of all devices, by name such as ``x=2,y=4``, up to `most_axes` axes.
 
     Raises:
         CfpError: no device works.
@@ -200,7 +201,7 @@ def all_meshes(most_axes: int) -> dict[str, Mesh]:
 
 
 def _by_process(devices: Sequence[Any]) -> str:
-    """Lists the numbers of devices of all processes; "" if there is one process."""
+    """Writes ``: 4 in process 0, 4 in process 1``; "" for one process."""
     counts = Counter(device.process_index for device in devices)
     if len(counts) == 1:
         return ""

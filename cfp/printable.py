@@ -1,4 +1,4 @@
-"""Text that is fit to be printed: foreign text, names of many things, and units."""
+"""Printable text: escaped control characters, merged names, numbers with units."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from cfp.errors import CfpError
 _STAND_IN = "\N{REPLACEMENT CHARACTER}"
 _NUMBER = re.compile(r"\d+")
 
-# How wide text is where nothing says it, and what it is never narrower than.
+# Width of text if the output has none, and the least width.
 USUAL_COLUMNS = 100
 LEAST_COLUMNS = 60
 
 
 def columns() -> int:
-    """Returns the width of text: $COLUMNS, the terminal's, or 100 columns."""
+    """Returns the width of text: $COLUMNS, the terminal's or 100, but at least 60."""
     return max(shutil.get_terminal_size((USUAL_COLUMNS, 24)).columns, LEAST_COLUMNS)
 
 
@@ -34,28 +34,28 @@ def mesh_text(axes: Iterable[tuple[str, int]]) -> str:
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Text without what a terminal would take for commands, or cannot show.
+    """Replaces unprintable characters, such as terminal escapes, by U+FFFD.
 
-    Escape sequences may move the cursor, rename the window or write into the input;
-    halves of surrogate pairs cannot be written at all.
+    Escape sequences may move the cursor, rename the window or write into the input.
+    Halves of surrogate pairs cannot be written at all.
 
     Args:
-        kept: characters that stay although they are not printable.
+        kept: unprintable characters to keep, such as a newline.
     """
     return "".join(c if c.isprintable() or c in kept else _STAND_IN for c in text)
 
 
 def one_line(text: str) -> str:
-    """The printable text of some lines, in one."""
+    """Joins lines by spaces, and replaces unprintable characters."""
     if "\n" in text:
         text = " ".join(line.strip() for line in text.split("\n"))
     return printable(text)
 
 
 def merged_name(names: Sequence[str]) -> str:
-    """Merges names of the same block of several segments: ``layer_0-3/mlp/up``.
+    """Merges names that differ in numbers into one: ``layer_0-3/mlp/up``.
 
-    Returns the first and the last name if no ranges are exactly these names.
+    Names that do not merge become ``first ... last``.
     """
     merged = merged_alike(names)
     return merged[0] if len(merged) == 1 else f"{names[0]} ... {names[-1]}"
@@ -64,8 +64,8 @@ def merged_name(names: Sequence[str]) -> str:
 def merged_alike(names: Sequence[str]) -> list[str]:
     """Merges names that differ in numbers alone: ``layer_0-3/up``.
 
-    A merged name with several ranges stands for all their combinations: names whose
-    numbers are not all combinations stay apart.
+    A merged name with several ranges means all their combinations. If a combination is
+    missing, the names stay apart.
     """
     alike: dict[str, dict[tuple[str, ...], str]] = {}
     for name in names:
@@ -88,8 +88,8 @@ def merged_alike(names: Sequence[str]) -> list[str]:
 def distinct_ends(names: Sequence[str]) -> list[str]:
     """Shortens paths to the ends that distinguish them.
 
-    ``a/q/kernel`` and ``a/k/kernel`` give ``q/kernel`` and ``k/kernel``; paths that are
-    equal are numbered.
+    ``a/q/kernel`` and ``a/k/kernel`` give ``q/kernel`` and ``k/kernel``. A repeated
+    path gets a number: ``q/kernel (2)``.
     """
     ends: Counter[str] = Counter()
     for name in set(names):
@@ -108,7 +108,7 @@ def distinct_ends(names: Sequence[str]) -> list[str]:
 
 
 def span_text(numbers: list[int]) -> str:
-    """Numbers in short: ``0-3``, or ``0,2..6`` where they are evenly spaced."""
+    """Abbreviates numbers: ``0-3``, ``0,2..6`` (evenly spaced), else ``0,1,5``."""
     distinct = sorted(set(numbers))
     if len(distinct) == 1:
         return str(distinct[0])
@@ -124,16 +124,16 @@ def span_text(numbers: list[int]) -> str:
 # ------------------------------------------------------------------- numbers with units
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-# Less is hardly a budget for a step: a unit was forgotten.
+# A smaller number without a unit is an error: the user forgot the unit.
 _LEAST_BARE = 2**20
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_bytes(text: int | float | str | None) -> int | None:
-    """A number of bytes from ``80GiB``, ``1.5 GB``, ``8000000000`` or a number.
+    """Reads bytes from ``80GiB``, ``1.5 GB``, ``8000000000`` or a number; None of None.
 
     Raises:
-        CfpError: the text is not a positive amount of memory, or has no unit and is
+        CfpError: the text is no positive amount of memory, or has no unit and means
             less than 1 MiB.
     """
     if text is None:
@@ -151,17 +151,17 @@ def parse_bytes(text: int | float | str | None) -> int | None:
     number = text.strip() if isinstance(text, str) else ""
     if number and not number[-1].isalpha() and amount < _LEAST_BARE:
         raise CfpError(
-            f"An amount of memory without a unit is in bytes, and {number} are too few "
-            f"to be meant. Write {number}GiB or {number}MiB, or {number}B for bytes."
+            f"An amount of memory without a unit is in bytes, and {number} bytes are "
+            f"too few. Write {number}GiB or {number}MiB, or {number}B for bytes."
         )
     return int(amount)
 
 
 def format_bytes(count: float, *, up: bool = False) -> str:
-    """Bytes for people: ``1.5 GiB``.
+    """Formats bytes: ``512 B``, ``1.50 GiB``.
 
     Args:
-        up: whether to round up, so that as much as is written does.
+        up: True rounds up, so that the written amount suffices.
     """
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024 or unit == "GiB":
@@ -172,7 +172,7 @@ def format_bytes(count: float, *, up: bool = False) -> str:
 
 
 def format_flops(flops: float) -> str:
-    """Floating-point operations for people: ``5.24 MFLOP``."""
+    """Formats a number of floating-point operations: ``5.24 MFLOP``."""
     for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("", 1.0)):
         if abs(flops) >= 0.1 * scale or not prefix:
             amount = flops / scale
@@ -182,11 +182,11 @@ def format_flops(flops: float) -> str:
 
 
 def waiting_text(label: str, seconds: float) -> str:
-    """Words for the wait for one program to be compiled, and for nothing else."""
+    """Progress text while one last program compiles; `label` names the program."""
     return f"waiting for 1 program to compile, {clock_text(seconds)} so far: {label}"
 
 
 def clock_text(seconds: float) -> str:
-    """Seconds for people: ``2:05``."""
+    """Formats seconds as minutes and seconds: ``2:05``."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"

@@ -1,9 +1,9 @@
 """Constants that decide a plan, with their sources, and the defaults of platforms.
 
-Shares of a device's rates stand in `cfp/devices` and `cfp/cost`, shares of a kernel in
-its record. A source is a page of docs/results, an entry of docs/decisions.md, or the
-word "guess"; docs/results/constants.md lists the measured ones. Limits of text, files
-or patience stand in the modules that use them.
+Efficiencies of devices are in `cfp/devices` and `cfp/cost`, those of kernels in their
+records. A source is a page of docs/results, an entry of docs/decisions.md, or the
+word "guess". docs/results/constants.md lists the measured constants. Limits of text,
+files and waiting are in the modules that use them.
 """
 
 from __future__ import annotations
@@ -15,74 +15,75 @@ from math import inf
 
 # --------------------------------------------------------------- the profile pass
 
-# Mixed presets of several axes that are measured. decisions.md, "Mixed presets of
-# several axes: six by estimate".
+# Number of mixed presets (another preset on each mesh axis) to measure. decisions.md,
+# "Mixed presets of several axes: six by estimate".
 MIXED_PRESETS = 6
-# What a segment adds to its neighbour is at least this share of what it takes alone. On
-# 4 H200 the parts of the presets added 0.45 to 1.0 of it.
+# Least time that a segment adds beside its neighbour, as a share of its time alone. On
+# 4 H200 the segments of the presets added 0.45 to 1.0 of it.
 LEAST_ADDED_SHARE = 0.4
-# Of the budget: predicted memory beyond this may turn out not to fit. Guesses, for
-# measured segments, and for estimates, which know less of what the compiler keeps.
+# Share of the budget beyond which predicted memory may turn out not to fit: for
+# measured segments, and for estimates, which are less exact. Guesses.
 SAFE_MEMORY_SHARE = 0.9
 SAFE_ESTIMATED_MEMORY_SHARE = 0.7
-# Segments that are estimated to take a smaller share of a step are measured alone only:
+# A segment below this share of the estimated step is measured alone, not in a pair:
 # times of pairs vary by about 1 %, and a pair takes two layers' share. Guess.
 SMALL_SHARE = 0.03
-# Rematerialization takes so many times as long as without it, where nothing
-# of the kind has been measured. Of twelve segments of a transformer on 2 H200 eleven
+# Time of a rematerialized segment, as a multiple of its time without, if no strategy of
+# its kind is measured with. Of twelve segments of a transformer on 2 H200 eleven
 # took 1.17 to 1.44 times as long; decisions.md, "Where memory decides, likely
 # strategies are measured next".
 REMATERIALIZED_TIME_EXPECTED = 1.25
-# A smaller share of a step is not worth a round of measuring, nor distinguished in two
-# races, whose times differ by about 1 %: decisions.md, "Programs within 1 % are a tie".
+# Least gain, as a share of a step, that is worth a round of measuring. Times of two
+# races differ by about 1 %: decisions.md, "Programs within 1 % are a tie".
 WORTH_HAVING = 0.02
-# Strategies in a round, and unmeasured ones of a kind that are in a search at
-# once. Guess.
+# Strategies measured in a round, and unmeasured strategies of a kind in one search.
+# Guess.
 ROUND_SIZE = 8
-# Of a budget of time so much goes to measuring, where a race follows: of 14 plans
-# without one it took 0.47 to 0.73 of what their stages took, 0.60 in the median
+# Share of a time budget for measuring if a race follows. In 14 plans without a time
+# budget, measuring took 0.47 to 0.73 of all stages' time, 0.60 in the median
 # (docs/results/planning_parts.md).
 MEASURED_SHARE = 0.6
 
-# Between the memory of the host and a device, either way: 0.8 of what PCIe 5.0 x16 is
-# specified for. Guess.
+# Rate between host and device memory, either way: 0.8 of the specification of PCIe 5.0
+# x16. Guess.
 HOST_BYTES_PER_MS = 50e6
 
 # --------------------------------------------------------------------- the search
 
-# What the compiler leaves of temporaries under a memory limit, usually and at least.
-# On 2 H200 0.74 and 0.77 for two plans of a transformer, and 0.6 and 0.73 where they
-# rematerialize segments: docs/results/constants.md.
+# Temporary memory under XLA's memory limit, as a share of that without: usual and
+# least. On 2 H200 0.74 and 0.77 for two plans of a transformer, and 0.6 and 0.73 if
+# they rematerialize segments: docs/results/constants.md.
 LIMITED_MEMORY = 0.75
 LIMITED_MEMORY_AT_LEAST = 0.55
-# The compiled-to-predicted ratio of memory of some programs that compute segments
-# again. decisions.md, "Under a budget plans of two predicted sizes race": 0.77 to 1.18.
+# A compiled-to-predicted ratio of memory of programs that rematerialize segments.
+# decisions.md, "Under a budget plans of two predicted sizes race": 0.77 to 1.18.
 COMPILED_TO_PREDICTED = 0.85
 
 # ----------------------------------------------------------------------- the race
 
-# How many times as long a step takes with the memory limit: 1.05 to 1.12 on 2 H200,
-# docs/results/constants.md.
+# Time of a step with XLA's memory limit, as a multiple of that without: 1.05 to 1.12 on
+# 2 H200, docs/results/constants.md.
 LIMITED_TIME = 1.1
-# Candidates that are compiled and do not fit, until no others are, but for those known
-# to fit; then as many smaller ones at most, or one where time is over. Guess.
+# After this many compiled candidates that do not fit, only candidates known to fit are
+# compiled; then at most as many smaller ones, or one if time is over. Guess.
 MOST_REFUSED = 8
-# Where no kernel is tuned yet, so many candidates are compiled before all others, and
-# so many side by side. One H200 had the first of 18 after 86 s and all
-# after 96, compiled six at once and beside another model; with three first, alone,
-# after 10, 14 and 19 s, and the other 15 after 55 s, six at once: as many seconds each
-# as one by one, since one GPU tunes for all. With fewer begun, fewer are late.
+# Before XLA has tuned any kernel: candidates compiled ahead of all others, and
+# candidates compiled side by side. One H200 had the first of 18 after 86 s and all
+# after 96, compiled six at once and beside another model. With three first, alone, it
+# had them after 10, 14 and 19 s, and the other 15 after 55 s, six at once. Compiling
+# six at once takes as long as one by one, since one GPU tunes for all.
 TUNED_FIRST = 1
 TUNING_AT_ONCE = 2
-# What is slower than this many times the fastest is left out: after the look before the
-# turns, or the first turn where there is no look, and between two races; and after each
-# other turn. decisions.md, "Kernels are measured in place of written attention".
+# A candidate slower than this multiple of the fastest leaves the race. The first limit
+# is for the look before the turns (or the first turn without a look) and between two
+# races, the second for each other turn. decisions.md, "Kernels are measured in place of
+# written attention".
 STAY_AFTER_LOOK = 1.04
 STAY_AFTER_TURN = 1.02
-# Programs of a race whose medians differ by no more than this share are a tie, of two
-# samples on: decisions.md, "Programs within 1 % are a tie".
+# Candidates with at least two samples tie if their medians differ by at most this
+# share: decisions.md, "Programs within 1 % are a tie".
 ALIKE = 0.01
-# Choices that race where no budget was asked for, the best by prediction. decisions.md,
+# Choices that race without a memory budget, the best by prediction. decisions.md,
 # "Choices race with large collectives, the leader with other options".
 MOST_RACED = 6
 
@@ -90,10 +91,9 @@ MOST_RACED = 6
 class ConstraintLevel(StrEnum):
     """Share of a plan's shardings to which the compiler is constrained.
 
-    With constraints on every value, XLA does what the plan says. With those of
-    arguments and results alone, its own propagation fills in the rest, and may fuse and
-    move more; with those of activations, what several blocks read stays as the plan has
-    it. All compute the same; which is faster is measured.
+    EVERYTHING constrains every value. ARGUMENTS constrains arguments and results: XLA's
+    propagation shards the rest, and may fuse and move more. ACTIVATIONS also constrains
+    values that several blocks read. Results are the same; speeds are measured.
     """
 
     EVERYTHING = "everything"
@@ -102,7 +102,7 @@ class ConstraintLevel(StrEnum):
 
 
 class Dimension(StrEnum):
-    """Kinds of choices that a plan is made of, by the names that users give."""
+    """Kinds of choices in a plan; values are the names in ``choose``."""
 
     MESH = "mesh"
     SHARDING = "sharding"
@@ -117,7 +117,7 @@ class Dimension(StrEnum):
 ALL_DIMENSIONS = frozenset(Dimension)
 
 
-# Of the time for all variants, what their estimates have.
+# Share of the time for all variants after which no further variant is estimated.
 ESTIMATES_SHARE = 1 / 3
 
 # ------------------------------------------------------------------------ platforms
@@ -125,12 +125,12 @@ ESTIMATES_SHARE = 1 / 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replacing:
-    """Kernels that may compute what a step has there otherwise.
+    """Kernels that may replace parts of a step, such as attention written out.
 
     Attributes:
-        kernels: names of kernels, the preferred first: of each candidate the first
-            that can.
-        platform: of the devices, by JAX's name: a kernel may run on some only.
+        kernels: names of kernels, the preferred first. A part takes the first kernel
+            that can compute it.
+        platform: JAX's name of the devices' platform; some kernels need a certain one.
     """
 
     kernels: tuple[str, ...] = ()
@@ -142,26 +142,26 @@ class PlatformDefaults:
     """Settings that differ between platforms; a user's settings replace them.
 
     Attributes:
-        estimates: whether choices are made by estimates, and nothing races, unless
-            measuring is asked for; a race does not go on until it is clear what is
-            faster.
-        estimate_reach: presets that are estimated to take this many times as long as
-            the best of them are not measured. decisions.md, "Presets far
+        estimates: True chooses by estimates, without a race, unless the user sets
+            ``measure``.
+        estimate_reach: limit of a preset's estimated time, as a multiple of the best
+            preset's; slower presets are not measured. decisions.md, "Presets far
             behind by estimate are not measured".
-        reach: candidates that are predicted to take this many times as long as the best
-            that fits are not raced, by constraint level.
+        reach: by constraint level, limit of a candidate's predicted time, as a multiple
+            of the best that fits; slower candidates do not race.
         levels: constraint levels of presets: all race at the first, the leader at each.
-        rounds: turns of a race that decides, at most. Four are a guess.
-        limits_memory: whether the compiler takes a memory limit.
-        host_memory: whether what is in the memory of the host is none of a device's.
-        reserve_bytes: what the allocator may add to what a program needs.
-        combined_bytes: up to so many bytes the compiler makes one collective of several
-            that do not depend on each other.
+        rounds: largest number of turns of a race. Four are a guess.
+        limits_memory: True if the compiler takes a memory limit.
+        host_memory: True if host memory is separate from device memory.
+        reserve_bytes: memory that the allocator may need beyond a program's memory.
+        combined_bytes: largest size of a collective that the compiler combines from
+            several independent ones.
         launch_ms: the least time of a kernel, however little it computes.
-        compiler_options: what the leader is raced with, too, by name.
-        first_options: what all race with where no budget was asked for, by name.
+        compiler_options: named sets of XLA options; the leader also races with each.
+        first_options: named sets that all candidates race with if no memory budget is
+            given.
         replacing: kernels that may compute parts of a step.
-        replacing_for_memory: the same where memory decides.
+        replacing_for_memory: these kernels if memory is short.
     """
 
     estimates: bool = False
@@ -180,12 +180,11 @@ class PlatformDefaults:
     replacing_for_memory: Replacing = Replacing()
 
 
-# On 2 H200 predictions were off by 8 % at most, and with arguments alone constrained,
-# for which the same prediction stands, steps were up to 8 % faster (decisions.md,
-# "One rule admits candidates to the race").
-# With activations constrained only propagation's own choice is raced, which is one
-# program: on 2 H100 with NCCL_P2P_DISABLE=1 what people shard by hand was predicted at
-# 1.23 times the plan's time, and was faster.
+# On 2 H200 predictions were off by 8 % at most. The prediction is the same for all
+# levels, and with arguments alone constrained steps were up to 8 % faster
+# (decisions.md, "One rule admits candidates to the race"). With activations constrained
+# one program races, propagation's own choice. On 2 H100 with NCCL_P2P_DISABLE=1 a
+# sharding by hand was predicted at 1.23 times the plan's time, and was faster.
 _REACH = {
     ConstraintLevel.EVERYTHING: 1.1,
     ConstraintLevel.ACTIVATIONS: 1.25,
@@ -226,20 +225,20 @@ _GPU = PlatformDefaults(
     },
     first_options={"large collectives": _LARGE_COLLECTIVES},
 )
-# Virtual devices share processors: times say nothing about those of GPUs, vary more,
-# and are estimated worse; and building is what takes the time. Guesses.
+# Virtual devices share processors: their times vary more and say nothing about GPUs,
+# and most time goes to compiling. Guesses.
 _CPU = PlatformDefaults(
     estimates=True,
     estimate_reach=inf,
     reach=dict.fromkeys(ConstraintLevel, 2.0),
     levels=(ConstraintLevel.EVERYTHING,),
     rounds=2,
-    host_memory=True,  # They stand for devices with memory of their own.
+    host_memory=True,  # Virtual devices stand for devices with their own memory.
 )
 _PLATFORMS = {"cpu": _CPU, "gpu": _GPU, "cuda": _GPU, "rocm": _GPU}
 
 
 def defaults_of(platform: str) -> PlatformDefaults:
-    """Returns the settings of a platform, by JAX's name for it."""
+    """Returns the defaults of a platform, by JAX's name ("cpu", "gpu", "cuda", ...)."""
     found = _PLATFORMS.get(platform, PlatformDefaults(reach=_REACH))
     return replace(found, replacing=Replacing(platform=platform))

@@ -1,9 +1,9 @@
-"""Targets of commands: a model of the zoo, or a function of the user's.
+"""Targets of commands: a model of cfp.models, or the user's function.
 
-A target is written as a model's name with its options following, or as
-``file.py:function`` or ``package.module:function``. A user's function returns
-``(train_step, args)``; the arguments are arrays or ``jax.ShapeDtypeStruct`` s. Its own
-parameters are options: ``--batch 18`` calls it with ``batch=18``.
+A target is a model's name followed by its options, or ``file.py:function`` or
+``package.module:function``. A user's function returns ``(train_step, args)``; the
+arguments are arrays or ``jax.ShapeDtypeStruct`` s. The function's parameters are
+options: ``--batch 18`` calls it with ``batch=18``.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Target:
     Attributes:
         donate: positions of arguments that the step may overwrite.
         static: positions of arguments that are not arrays.
-        make_args: makes real arguments of shardings (a pytree for each argument that is
-            not static) and a random seed.
+        make_args: makes arrays from a pytree of shardings for each argument that is
+            not static, and a random seed; returns all arguments.
     """
 
     name: str
@@ -68,12 +68,12 @@ class Target:
 
     @property
     def draws(self) -> bool:
-        """True if `make_args` draws random numbers: of an argument a shape is known."""
+        """True if `make_args` draws random numbers for `jax.ShapeDtypeStruct` s."""
         leaves = tree_leaves(fixed(self.args))
         return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 
     def flatten(self) -> FlatStep:
-        """The step over flat arguments; see :func:`cfp.program.step.flatten_step`."""
+        """Returns the step over its argument leaves; see `flatten_step`."""
         return flatten_step(
             self.step, self.args, static_argnums=self.static, donate_argnums=self.donate
         )
@@ -86,20 +86,21 @@ def resolve(
     donate: Sequence[int] = (),
     static: Sequence[int] = (),
 ) -> Target:
-    """Finds a target.
+    """Finds a target by its text on the command line.
 
     Args:
-        options: words of the command line that are no options of the command.
-        donate: for a user's function, positions of the arguments to donate.
-        static: for a user's function, positions that are not arrays.
+        options: words of the command line that the command itself does not know.
+        donate: positions of donated arguments of a user's step.
+        static: positions of arguments of a user's step that are not arrays.
 
     Raises:
-        CfpError: the target is unknown, or returns no step with arguments.
+        CfpError: the target or an option is unknown, or the user's function fails or
+            does not return a step with arguments.
     """
     if ":" in text:
         return _function_target(text, options, tuple(donate), tuple(static))
     if text.startswith("-"):
-        raise CfpError(f"There is no option {text}; --help lists those that there are.")
+        raise CfpError(f"There is no option {text}. --help lists the options.")
     if text.endswith(".py") and Path(text).is_file():
         return _function_target(f"{text}:", options, tuple(donate), tuple(static))
     if text not in models.MODELS:
@@ -122,10 +123,10 @@ def resolve(
 
 
 def model_target(name: str, options: dict[str, Scalar]) -> Target:
-    """A model of the zoo with its options.
+    """Makes a target of a model of cfp.models; its state is donated.
 
     Raises:
-        CfpError: an option is unknown, or the options do not fit together.
+        CfpError: the model cannot be built with these options.
     """
     try:
         step, args = models.build(name, **options)
@@ -145,7 +146,7 @@ def model_target(name: str, options: dict[str, Scalar]) -> Target:
 
 
 def parse_options(model: str, words: Sequence[str]) -> dict[str, Scalar]:
-    """A model's options from ``--layers 4 --hidden=1024 --tied``.
+    """Reads a model's options from ``--layers 4 --hidden=1024 --tied``.
 
     Raises:
         CfpError: an option is unknown, lacks its value, or has one of another type.
@@ -264,7 +265,7 @@ def _function_target(
 
 
 def _option(parameter: inspect.Parameter) -> ModelOption:
-    """A parameter as an option, of its default's or its annotation's type, or int."""
+    """Makes an option of a parameter; type: its default's, its annotation's, or int."""
     kind = _TYPES.get(type(parameter.default).__name__)
     annotation = getattr(parameter.annotation, "__name__", parameter.annotation)
     kind, doc = kind or _TYPES.get(str(annotation), int), "a parameter of the function"
@@ -273,7 +274,7 @@ def _option(parameter: inspect.Parameter) -> ModelOption:
 
 
 def _callable_as_they_are(module: ModuleType) -> list[str]:
-    """The functions of a module that need no arguments, as targets do."""
+    """Lists a module's own functions that can be called without arguments."""
     return [
         name
         for name, value in vars(module).items()
@@ -288,7 +289,7 @@ def _load_file(where: str, function: str) -> ModuleType:
     if not path.is_file():
         there = sorted(p.name for p in path.parent.glob("*.py"))
         raise CfpError(f"There is no file {where}. {known_names(path.name, there)}")
-    # As for a script: what stands beside it can be imported.
+    # As for a script, modules in the same folder can be imported.
     sys.path.insert(0, str(path.resolve().parent))
     name = f"cfp_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -301,7 +302,7 @@ def _load_file(where: str, function: str) -> ModuleType:
 
 
 def _load_module(where: str, text: str) -> ModuleType:
-    # A console script's own folder stands where `python -m` has the current one.
+    # A console script has its own folder here, and `python -m` the current folder.
     sys.path.insert(0, str(Path.cwd()))
     top = where.split(".")[0]
     try:
@@ -320,7 +321,7 @@ def _load_module(where: str, text: str) -> ModuleType:
 
 
 def _guarded(call: Callable[[], Any], what: str) -> Any:
-    """Calls code of the user's; whatever it raises is the user's to mend."""
+    """Calls the user's code; its exceptions become CfpErrors that name its line."""
     try:
         return call()
     except CfpError:
@@ -331,7 +332,7 @@ def _guarded(call: Callable[[], Any], what: str) -> Any:
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Lists the names of a function's arguments; empty if it does not say."""
+    """Returns a function's named parameters; empty if it has no signature."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -347,7 +348,7 @@ def _type_text(value: Any) -> str:
 
 
 def _may_pick(leaf: Any) -> bool:
-    """Returns True if only an integer's shape is known, which may pick a row."""
+    """True for a shape of integers, which may be indices of rows of a table."""
     is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
     return is_shape and bool(leaf.shape) and jnp.issubdtype(leaf.dtype, jnp.integer)
 
@@ -355,7 +356,7 @@ def _may_pick(leaf: Any) -> bool:
 def _rows(
     step: FlatStep, places: Sequence[Any], which: Collection[int]
 ) -> dict[int, int]:
-    """Finds leaves of integers that pick rows, with the number of rows."""
+    """Finds leaves that are indices of rows in the step; maps them to their number."""
     place = places[0]
     if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
         mesh = planning_mesh(place.mesh)
@@ -370,11 +371,10 @@ def _rows(
 def _made(
     leaves: Sequence[Any], places: Sequence[Any], rows: Mapping[int, int], seed: int
 ) -> list[Any]:
-    """Makes arrays on the devices; shapes become small random numbers.
+    """Puts arrays on the devices, and draws small random numbers for shapes.
 
     Args:
-        leaves: arrays and `jax.ShapeDtypeStruct` s.
-        rows: number of rows by leaf, for integers that pick some.
+        rows: for leaves that are indices of rows, the number of rows.
     """
     drawn = {
         i: leaf
@@ -398,11 +398,7 @@ def _made(
 def _random(
     seeds: tuple[int, int], shape: tuple[int, ...], dtype: Any, rows: int
 ) -> jax.Array:
-    """Small numbers that are above zero: a variance or an index stays one.
-
-    Args:
-        rows: integers are less than this.
-    """
+    """Draws small numbers that are valid as variances, or as indices below `rows`."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         first = jax.random.key(seeds[1], impl=key_name(dtype))
         return jax.random.split(jax.random.fold_in(first, seeds[0]), shape)

@@ -1,7 +1,7 @@
-"""Writes the result of the analyze pass for people and scripts.
+"""Text and JSON files with the result of the analyze pass.
 
-Words and line formats are those of CFP's artifact: ``Parallel Block 3:``,
-``ParallelBlocks sequence: (14, 22) mapped to (0, 8)``, ``Strategy RS = RS x SS``.
+Words and line formats follow the artifact of the CFP paper: ``Parallel Block 3:``,
+``Strategy RS = RS x SS``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DIMENSION_NUMBERS = re.compile(r"dot_dimension_numbers=#stablehlo\.dot<(.*?)>")
 
 
 def dump_analysis(folder: Path, analysis: Analysis, module: str) -> list[Path]:
-    """Writes an analysis into a folder, which is made if it is missing.
+    """Writes an analysis and its module's StableHLO text; returns the files' paths.
 
     Raises:
         CfpError: the folder cannot be written.
@@ -58,7 +58,7 @@ def dump_analysis(folder: Path, analysis: Analysis, module: str) -> list[Path]:
 
 
 def write_files(folder: Path, texts: dict[str, str]) -> list[Path]:
-    """Writes texts into a folder, by file name.
+    """Writes {file name: text} into a folder, made if missing; returns the paths.
 
     Raises:
         CfpError: the folder cannot be made or written.
@@ -79,10 +79,10 @@ def write_files(folder: Path, texts: dict[str, str]) -> list[Path]:
 
 
 def block_lines(frame: Frame, block: Block) -> Iterator[str]:
-    """A block: its contractions, each with its plans, then its other ops.
+    """Yields the lines of a block: contractions with their plans, then other ops.
 
-    A plan's i-th number says which of the op's own strategies (as they stand in the
-    strategy map) goes with the block's i-th.
+    The i-th number of a plan is the number of the contraction's strategy, in the order
+    of the strategy map, under the block's i-th strategy.
     """
     program = frame.program
     yield f"Parallel Block {block.index}:"
@@ -98,7 +98,7 @@ def block_lines(frame: Frame, block: Block) -> Iterator[str]:
 
 
 def segment_records(analysis: Analysis) -> list[dict]:
-    """The segments as plain data."""
+    """Returns one JSON object for each segment (a run of blocks, which may repeat)."""
     frame = analysis.frame
     names = frame.program.arg_names
     return [
@@ -120,7 +120,7 @@ def segment_records(analysis: Analysis) -> list[dict]:
 
 
 def opaque_ops(program: Program) -> list[Op]:
-    """Ops without a sharding rule that work on data: each runs replicated."""
+    """Returns ops without a sharding rule that depend on arguments; they replicate."""
     return [
         op
         for op in program.ops
@@ -129,7 +129,7 @@ def opaque_ops(program: Program) -> list[Op]:
 
 
 def opaque_lines(program: Program) -> Iterator[str]:
-    """The opaque ops: how often each runs, what it makes, and where it comes from."""
+    """Yields the opaque ops' number, then each with its runs, result bytes, source."""
     found = opaque_ops(program)
     yield f"{len(found)} ops have no sharding rule and run replicated"
     for op in found:
@@ -142,7 +142,7 @@ def opaque_lines(program: Program) -> Iterator[str]:
 
 
 def strategy_map(frame: Frame, block: Block) -> Iterator[str]:
-    """Every contraction of a block with the strategies it has."""
+    """Yields the lines of each contraction of a block, followed by its strategies."""
     program = frame.program
     for member in block.members:
         op = program.ops[member.op]
@@ -153,10 +153,10 @@ def strategy_map(frame: Frame, block: Block) -> Iterator[str]:
 
 
 def op_strategies(frame: Frame, block: Block, member: Member) -> list[Strategy]:
-    """A contraction's own strategies: over its own factors.
+    """Returns a contraction's strategies in terms of its own factors.
 
-    Where a derived contraction leaves partial sums, what follows decides where they
-    go: so it has no exits to choose from.
+    A derived contraction (one that follows its block's anchor) chooses no exit for
+    partial sums: its users decide.
     """
     if not member.derived:
         return block_strategies(frame.program, block, frame.mesh)
@@ -170,7 +170,7 @@ def op_strategies(frame: Frame, block: Block, member: Member) -> list[Strategy]:
 
 
 def plan_numbers(frame: Frame, block: Block, member: Member) -> list[int]:
-    """For each strategy of a block the number of the contraction's own."""
+    """Returns for each strategy of a block the index into `op_strategies`."""
     strategies = block_strategies(frame.program, block, frame.mesh)
     if not member.derived:
         return list(range(len(strategies)))
@@ -190,11 +190,10 @@ def plan_numbers(frame: Frame, block: Block, member: Member) -> list[int]:
 
 
 def op_line(program: Program, op: Op, *, typed: bool = False) -> str:
-    """An op on one line, with its number and its place in the user's model.
+    """Formats an op on one line, with its place in the user's model.
 
     Args:
-        typed: as in the strategy map: every operand with its type, the number left
-            out.
+        typed: operands have types, and the line begins without the op's number.
     """
     operands = [value_name(program, v) for v in op.operands]
     if typed:
@@ -208,7 +207,7 @@ def op_line(program: Program, op: Op, *, typed: bool = False) -> str:
     text = f"{start} = {results} {op.kind}({', '.join(operands)})"
     attributes = _DEFAULT_PRECISION.sub("", _BODY.sub("", op.attributes))
     attributes = _DIMENSION_NUMBERS.sub(r"\1", attributes)
-    # Of a constant the attributes are its value.
+    # Constants have no operands; their attributes are their values.
     if attributes and op.operands and len(attributes) <= _LONGEST_ATTRIBUTES:
         text += f", {attributes}"
     place = scope_path(op.scope) if op.scope else ""
@@ -216,7 +215,7 @@ def op_line(program: Program, op: Op, *, typed: bool = False) -> str:
 
 
 def value_name(program: Program, value: int) -> str:
-    """A value's name: an argument's path, or the op that makes it."""
+    """Returns an argument's path, ``carried.ID`` in a loop's body, or the op's name."""
     if (op := program.maker(value)) is not None:
         place = op.results.index(value)
         return f"{op.kind}.{op.id}" + (f"#{place}" if place else "")

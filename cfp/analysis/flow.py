@@ -1,13 +1,12 @@
 """Data flow through loops, branches and barriers, and names of blocks.
 
-An op with regions has no factors of its own. The initial value, the body's argument,
-the yielded value and the result of a loop are one tensor at four points. A barrier
-passes many tensors that need not have anything in common. All passes that follow data
-through a program use this module.
+A loop's initial value, body argument, yielded value and result are one tensor at four
+points. A barrier passes many tensors, which may be unrelated. All passes that follow
+data through a program use this module.
 
-A block's name is its place in the user's model. Scopes name it best: modules of some
-libraries, and ``jax.named_scope``, leave their names on every op. Without scopes the
-name is the path of the contraction's parameter, or else the source line.
+A block (a contraction, and the ops that are sharded with it) is named by its place in
+the user's model: the scopes that modules or ``jax.named_scope`` leave on ops. Without
+scopes the name is the path of the contraction's parameter, or else the source line.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _BARRIERS = frozenset({"optimization_barrier"})
 
 
 def passes(op: Op) -> bool:
-    """True if an op only hands values on: a loop, a branch or a barrier."""
+    """True for a loop, a branch or a barrier, which compute nothing themselves."""
     return op.has_regions or op.kind in _BARRIERS
 
 
@@ -37,7 +36,7 @@ class Flow:
 
     @cached_property
     def entry_place(self) -> dict[int, tuple[int, int]]:
-        """For each argument of a loop's body or condition: the loop and the place."""
+        """{argument of a loop's body or condition: (id of the loop, operand index)}."""
         found = {}
         for op in self.program.ops:
             for index, entry in enumerate(op.entries):
@@ -46,7 +45,7 @@ class Flow:
 
     @cached_property
     def entered(self) -> dict[int, tuple[int, ...]]:
-        """For each initial value of a loop the body's arguments that it becomes."""
+        """{initial value of a loop: the arguments of body and condition it enters}."""
         found: dict[int, tuple[int, ...]] = {}
         for op in self.program.ops:
             for index, operand in enumerate(op.operands if op.entries else ()):
@@ -54,11 +53,10 @@ class Flow:
         return found
 
     def sources(self, value: int) -> tuple[int, ...]:
-        """Lists the values that this one is, a step nearer to their makers.
+        """Returns the values that a loop, branch or barrier passes on as this one.
 
-        A loop's result is the yielded value, a branch's result the value of each
-        branch, a body's argument the initial and the yielded value, a barrier's result
-        its operand.
+        A loop's result and its body's argument are the initial and the yielded value; a
+        branch's result is each branch's value; a barrier's result is its operand.
         """
         if value in self.entry_place:
             loop_id, place = self.entry_place[value]
@@ -75,16 +73,17 @@ class Flow:
         return op.yielded(place)
 
     def makers(self, value: int) -> Iterator[Op]:
-        """The ops that compute a value."""
+        """Yields the ops that compute a value; a branch has one maker per case."""
         for v in reached([value], self.sources):
             op = self.program.maker(v)
             if op is not None and not passes(op):
                 yield op
 
     def becomes(self, user: int, index: int) -> tuple[int, ...]:
-        """Lists the values that an op makes of its operand at an index.
+        """Returns the values that a loop, branch or barrier passes its input on as.
 
-        Indices behind the operands count values that its regions yield.
+        Args:
+            index: an operand's; or the number of operands, plus a yielded value's.
         """
         op = self.program.ops[user]
         count = len(op.operands)
@@ -98,7 +97,7 @@ class Flow:
         return (op.results[place],)
 
     def readers(self, *values: int) -> Iterator[tuple[Op, int]]:
-        """Yields ops that read some values, through loops, branches and barriers."""
+        """Yields (op, operand index) of readers; loops and the like are followed."""
         for v in self.made_of(values, lambda _: False):
             for user, index in self.program.users[v]:
                 if not passes(op := self.program.ops[user]):
@@ -107,7 +106,7 @@ class Flow:
     def made_of(
         self, values: Iterable[int], follows: Callable[[Op], bool]
     ) -> Iterator[int]:
-        """Some values, and all that some ops make of them."""
+        """Yields values, and results of ops that `follows` accepts, transitively."""
 
         def further(v: int) -> Iterator[int]:
             for user, index in self.program.users[v]:
@@ -120,7 +119,7 @@ class Flow:
 
     @cached_property
     def canonical(self) -> dict[int, int]:
-        """Maps values that are one tensor to one of them."""
+        """Maps a loop's four values of one tensor, and the like, to one of them."""
         parent: dict[int, int] = {}
 
         def find(v: int) -> int:
@@ -132,7 +131,7 @@ class Flow:
         for op in program.ops:
             for result in op.results if passes(op) else ():
                 for source in self.sources(result):
-                    # Initial zeros are shared by places that have nothing in common.
+                    # Unrelated loops share constants such as initial zeros.
                     if not program.is_leaf(source):
                         parent[find(source)] = find(result)
         for entry, (loop, place) in self.entry_place.items():
@@ -140,7 +139,7 @@ class Flow:
         return {v: find(v) for v in parent}
 
     def inside(self, loop: int, op: int) -> bool:
-        """True if an op stands in the regions of a loop."""
+        """True if an op is in the regions of a loop, at any depth."""
         body = self.program.ops[loop].body
         return bool(body) and body[0] <= op < loop
 
@@ -154,17 +153,16 @@ def first_downstream(
 ) -> tuple[list[Key], list[Key]]:
     """Finds for each op and value the first target op that its data reaches.
 
-    A target of another iteration of a loop comes after all targets of the same
+    A target of the next iteration of a loop comes after all targets of the same
     iteration, and before all targets behind the loop.
 
     Args:
-        targets: ids of ops.
-        ends: values whose readers do not count.
+        targets: ids of ops; each reaches itself.
+        ends: ids of values whose readers do not count.
 
     Returns:
-        Keys (time, target) by op id and by value id, :data:`NEVER` for no target. A
-            target
-        op reaches itself.
+        Keys by op id, and by value id. A key is (id of the target, or of the loop whose
+        next iteration has it; id of the target), or `NEVER` without a target.
     """
     program = flow.program
     of_op = [NEVER] * len(program.ops)
@@ -206,7 +204,7 @@ def first_downstream(
 
 
 def _around(flow: Flow, loop: Op, place: int, before: list[Key], ends: Set[int]) -> Key:
-    """Returns what a value yielded by a loop reaches in the next iteration."""
+    """Returns the key of a value yielded by a loop, in the next iteration."""
     if loop.kind != "while":
         return NEVER
     entries = loop.entered(place)
@@ -220,10 +218,10 @@ _MADE_BY_JAX = re.compile(
     "while|body|cond|closed_call|eval_jaxpr|checkpoint|rematted_computation"
     "|branch_\\d+_fun"
 )
-# The scope of jax.numpy.einsum is what it computes, which is no place in a model.
+# jax.numpy.einsum uses its subscripts as a scope, which is no place in a model.
 _EINSUM = re.compile(r"[A-Za-z.,]*->[A-Za-z.]*")
 
-# Ops whose result is their first operand, seen otherwise.
+# Ops whose result is a view, a part or a cast of their first operand.
 _SAME = (
     "broadcast_in_dim",
     "convert",
@@ -238,7 +236,7 @@ _SAME = (
 def block_names(
     flow: Flow, anchors: Sequence[int], parameters: Set[int]
 ) -> tuple[str, ...]:
-    """A name for each block, by its anchor, and by positions of parameters."""
+    """Names blocks by their anchors' op ids, and by arguments that are parameters."""
     ops = [flow.program.ops[anchor] for anchor in anchors]
     scopes = [_scope_of_user(op.scope) for op in ops]
     paths = _shortened([_parameter(flow, op, parameters) for op in ops])
@@ -246,10 +244,10 @@ def block_names(
         scope or path or _line(op)
         for scope, path, op in zip(scopes, paths, ops, strict=True)
     ]
-    # Dims that an einsum does not name tell nothing: ...qhd,...khd->...hqk.
+    # An einsum's ellipses carry no information: ...qhd,...khd->...hqk.
     names = [name.replace("...", "") if "->" in name else name for name in names]
     for name, count in Counter(names).items():
-        # One scope around several contractions: their parameters tell them apart.
+        # Contractions in one scope are told apart by their parameters.
         alike = [i for i, other in enumerate(names) if other == name and paths[i]]
         if count > 1 and scopes[names.index(name)]:
             if len({paths[i] for i in alike}) == len(alike):
@@ -293,32 +291,32 @@ def _split_scope(scope: str) -> list[str]:
 
 
 def _line(op: Op) -> str:
-    """``file.py:12 dot_general``, or an einsum's own text."""
+    """Returns ``file.py:12 NAME``: NAME is the scope or the op; no file if unknown."""
     what = scope_path(op.scope) if op.scope else op.kind
     return f"{Path(op.source).name} {what}" if op.source else what
 
 
 def _parameter(flow: Flow, op: Op, parameters: Set[int]) -> str:
-    """The path of the parameter that an op reads, or ""."""
+    """Returns the path of the parameter that an op reads, or ""."""
     positions = {value: i for i, value in enumerate(flow.program.args)}
     found = [
         positions[v] for v in (_origin(flow, v) for v in op.operands) if v in positions
     ]
-    # In a step that updates nothing weights lie deeper than data, or stand last: x @ w.
+    # Without an update any argument may be a parameter: the deepest, then the last.
     known = [i for i in found if i in parameters or not parameters]
     names = [flow.program.arg_names[i] for i in known]
     return max(reversed(names), key=lambda name: name.count("/"), default="")
 
 
 def weight_place(flow: Flow, op: Op, parameters: Set[int]) -> int:
-    """The place of the one operand that is a parameter; -1 if there is not one."""
+    """Returns the index of the only operand from a parameter; -1 for none or two."""
     weights = {flow.program.args[position] for position in parameters}
     places = [i for i, v in enumerate(op.operands) if _origin(flow, v) in weights]
     return places[0] if len(places) == 1 else -1
 
 
 def _origin(flow: Flow, value: int) -> int:
-    """The value that another one is a view, a part, or a multiple of."""
+    """Follows a value back through views, slices, casts and scalar factors."""
     while True:
         if sources := flow.sources(value):
             value = sources[0]
@@ -330,7 +328,7 @@ def _origin(flow: Flow, value: int) -> int:
 
 
 def _is_scaled(flow: Flow, op: Op) -> bool:
-    """True if an op multiplies its first operand by one number."""
+    """True if an op multiplies its first operand by a scalar."""
     spread = flow.program.maker(op.operands[1]) if op.kind == "multiply" else None
     if spread is None or spread.kind != "broadcast_in_dim":
         return False
@@ -338,7 +336,7 @@ def _is_scaled(flow: Flow, op: Op) -> bool:
 
 
 def _shortened(paths: Sequence[str]) -> list[str]:
-    """Paths without the argument's name, and without what all of them end in.
+    """Removes a common first component, numbers after it, and common last components.
 
     ``state/0/layers/0/up/kernel`` gives ``layers/0/up``, if all end in ``kernel``.
     """
@@ -361,6 +359,6 @@ def _shortened(paths: Sequence[str]) -> list[str]:
 def _same(
     split: Sequence[Sequence[str]], place: int, kind: Callable[[str], bool] = bool
 ) -> bool:
-    """True if all paths have the same component of a kind at a place."""
+    """True if all paths have the same component there, and `kind` accepts it."""
     components = {parts[place] for parts in split}
     return len(components) == 1 and all(map(kind, components))

@@ -1,1 +1,1 @@
-"""The classic strategies, and what an argument is for."""
+"""Presets: classic strategies; and roles of arguments and mesh axes."""

@@ -1,13 +1,12 @@
 """The presets: classic strategies, as choices for any program.
 
-No preset knows a model: each mesh axis plays a role (:mod:`cfp.presets.roles`).
+A choice is a strategy for each block, and a storage for each group of state. No preset
+knows a model: each mesh axis plays a role (:mod:`cfp.presets.roles`).
 
-The compiler's propagation makes choices, too, from sharded arguments. A person who
-shards by hand gives each parameter its largest dim, and the batch to tokens and
-activations. Propagation then mixes strategies: the weights of a wide MLP are larger
-than the activations and stay in place, while attention's are gathered. cfp reads
-Shardy's result at each block's anchor as the block's strategy, and measures its parts
-like others.
+Two more presets imitate sharding by hand: each parameter is sharded along its largest
+dim, the batch along its own, and Shardy propagates that. Propagation mixes strategies:
+the weights of a wide MLP are larger than its activations and stay in place, while
+attention's are gathered. Its sharding at each block's anchor is the block's strategy.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from cfp.program.constrain import propagate
 from cfp.program.graph import searched_once
 from cfp.program.rules import Dims, Rule
 
-# Whose strategies the others fall back to; REPLICATED where it shards nothing.
+# The fallback of other presets; its name is REPLICATED if it shards nothing.
 DATA_PARALLEL, REPLICATED = "data_parallel", "replicated"
 
-# In a step that updates nothing it is data parallelism.
+# Equal to data parallelism in a step without an update.
 ZERO1 = "zero1"
 
-# The presets that need no axis of their own: what every axis does, and the storage.
+# Presets in which all axes play one role: (role, storage).
 PRESETS = {
     DATA_PARALLEL: ("data", Storage.USED),
     ZERO1: ("data", Storage.OPTIMIZER),
@@ -47,7 +46,7 @@ PRESETS = {
     "expert_parallel": ("expert", Storage.USED),
 }
 
-# What others call them.
+# Names of the presets elsewhere.
 _ALIASES = {
     DATA_PARALLEL: ("ddp", "dp", "data", "replicated"),
     ZERO1: ("zero_1", "zero2", "zero_2"),
@@ -61,11 +60,11 @@ ALIASES = {alias: name for name, known in _ALIASES.items() for alias in known}
 
 @searched_once
 def presets(frame: Frame) -> dict[str, Choice]:
-    """Every preset that makes sense for a program on its mesh, by name.
+    """Returns {name: choice} of the distinct presets for a program on its mesh.
 
-    Presets that come out equal to an earlier one (experts in a program without
-    any) are left out. Where data parallelism finds no batch to shard, it is called
-    what it is then: replicated; on one device that is all there is.
+    A preset equal to an earlier one is left out, such as experts in a program without
+    any. Data parallelism without a batch to shard is named ``replicated``. That is also
+    the only preset on one device.
     """
     if not frame.mesh:
         return {REPLICATED: preset(frame, (), Storage.USED)}
@@ -86,12 +85,12 @@ def presets(frame: Frame) -> dict[str, Choice]:
 
 
 def plainest(named: Mapping[str, Choice]) -> Choice:
-    """Picks data parallelism of some presets, or what it is where it shards nothing."""
+    """Returns the preset ``data_parallel``, or ``replicated`` if that is its name."""
     return named[DATA_PARALLEL if DATA_PARALLEL in named else REPLICATED]
 
 
 def _is_replicated(frame: Frame, choice: Choice) -> bool:
-    """Returns True if a choice shards no block of a program, and no argument."""
+    """True if a choice shards no block and no argument of a program."""
     if any(one != AxisChoice() for strategy in choice.blocks for one in strategy):
         return False
     layout = lay_out(frame, choice)
@@ -99,9 +98,9 @@ def _is_replicated(frame: Frame, choice: Choice) -> bool:
 
 
 def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
-    """Makes the choice in which each mesh axis plays one role, with one storage.
+    """Returns the choice for one role per mesh axis, and one storage for all state.
 
-    A step without an update has no state to shard: its parameters are stored as used.
+    In a step without an update, parameters are stored as used.
     """
     storage = frame.effective(storage, frame.groups)
     axes = zip(frame.mesh, roles, strict=True)
@@ -114,7 +113,7 @@ def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
 
 
 def compatible(frame: Frame, block: Block, strategy: Strategy) -> Strategy:
-    """A strategy without the later of two axes that do not split a factor together."""
+    """Replicates along axes that cannot split a factor together with earlier axes."""
     rule = frame.program.ops[block.anchor].known_rule
     kept: list[AxisChoice] = []
     for choice in strategy:
@@ -124,20 +123,20 @@ def compatible(frame: Frame, block: Block, strategy: Strategy) -> Strategy:
     return tuple(kept)
 
 
-# The batch is constrained on activations, or on arguments alone.
+# Imitations of sharding by hand: with constraints on activations, and without.
 BY_HAND, FROM_ARGUMENTS = "propagated", "propagated_from_arguments"
 PROPAGATED = (BY_HAND, FROM_ARGUMENTS)
 
 
 def named_choices(frame: Frame) -> dict[str, Choice]:
-    """The presets, and what propagation makes that is none of them, by name."""
+    """Returns {name: choice} of presets, and of propagation if different from them."""
     known = presets(frame)
     others = propagated(frame).items()
     return known | {n: c for n, c in others if c not in known.values()}
 
 
 def is_known(name: str) -> bool:
-    """True if a preset has this name on some mesh, such as ``x=data,y=tensor``."""
+    """True for a preset's name on any mesh, such as ``x=data,y=tensor``; no aliases."""
     roles = [
         part.partition("=")[2] for part in name.removesuffix("+sharded").split(",")
     ]
@@ -146,9 +145,10 @@ def is_known(name: str) -> bool:
 
 @searched_once
 def activations(frame: Frame) -> Mapping[int, Spec]:
-    """The values that blocks share and data parallelism shards, and how it does.
+    """Returns data parallelism's sharding {value id: spec} of values blocks share.
 
-    A residual stream, forward and backward: what several blocks read.
+    Such a value is computed, and several blocks read it: a residual stream, forward and
+    backward. Values that are not sharded are left out.
     """
     program = frame.program
     layout = lay_out(frame, data_parallel(frame))
@@ -163,16 +163,13 @@ def activations(frame: Frame) -> Mapping[int, Spec]:
 
 
 def data_parallel(frame: Frame) -> Choice:
-    """The choice in which every axis shards the batch, as far as there is one."""
+    """Returns the choice in which every mesh axis shards the batch, if there is any."""
     return preset(frame, ("data",) * len(frame.mesh), Storage.USED)
 
 
 @searched_once
 def propagated(frame: Frame) -> Mapping[str, Choice]:
-    """Finds propagation's choices for sharded matrices, by name.
-
-    Nothing where there is no state to shard, and no two alike.
-    """
+    """Returns {name: choice}, distinct, of Shardy's propagation; {} without state."""
     if not frame.groups:
         return {}
     program = frame.program
@@ -201,7 +198,7 @@ def propagated(frame: Frame) -> Mapping[str, Choice]:
 
 
 def _stored_usually(frame: Frame, strategies: tuple[Strategy, ...]) -> Choice:
-    """A choice with matrices along their largest dims, in a usual way if it is one."""
+    """Returns the choice with the first storage equal to that along largest dims."""
     layout = Layout(frame, dict(enumerate(strategies)), {})
 
     def stored(mode: Storage) -> list[dict[int, Spec]]:
@@ -213,7 +210,7 @@ def _stored_usually(frame: Frame, strategies: tuple[Strategy, ...]) -> Choice:
 
 
 def _read_back(frame: Frame, block: Block, specs: Mapping[int, Spec]) -> Strategy:
-    """Derives each axis's strategy in a block from the sharding of its anchor."""
+    """Derives a block's strategy from the shardings {value id: spec} of its anchor."""
     op = frame.program.ops[block.anchor]
     rule = op.known_rule
     result = rule.results[0], specs.get(op.results[0], ())
@@ -233,7 +230,7 @@ def _read_back(frame: Frame, block: Block, specs: Mapping[int, Spec]) -> Strateg
 
 
 def _factors(rule: Rule, dims: Dims, spec: Spec, axis: str) -> list[int]:
-    """The factors of a tensor's dims that an axis shards."""
+    """Returns the major factors of the dims of a tensor that an axis shards."""
     majors = (
         rule.major(factors)
         for factors, names in zip(dims, spec, strict=False)
@@ -245,11 +242,11 @@ def _factors(rule: Rule, dims: Dims, spec: Spec, axis: str) -> list[int]:
 def _axis_choice(
     rule: Rule, size: int, operands: list[list[int]], result: list[int]
 ) -> AxisChoice:
-    """Derives an axis's role in an op from the factors that it shards.
+    """Derives an axis's choice in an op from the factors that it shards.
 
-    The axis splits a factor of the result that arrives sharded; otherwise a factor that
-    is summed over, scattered as the result is sharded; otherwise any sharded factor of
-    the operands.
+    First choice: a factor sharded in operands and result. Second: a summed factor,
+    whose partial sums are scattered along the result's sharded factors or all-reduced.
+    Last: any factor sharded in the result or the operands.
     """
     arriving = [factor for factors in operands for factor in factors]
     summed = sorted({f for f in arriving if f in rule.reduction}, key=arriving.count)

@@ -1,19 +1,15 @@
-"""Programs as JAX traces them, and the programs inside of their equations.
+"""Jaxprs and the jaxprs inside of them; JAX's configuration, and messages.
 
-JAX's configuration, and what else it keeps for a process without public names.
+Configuration: a function is another program inside ``jax.enable_x64(True)`` or
+``jax.default_matmul_precision("highest")``. ``jax.jit`` compares a tuple that JAX keeps
+for each thread, and traces again if it differs; `cfp.parallelize` does the same. The
+tuple is private. Reading each public setting instead takes 0.17 ms, not 0.0001.
 
-A function of the same arguments is another program inside ``jax.enable_x64(True)`` or
-``jax.default_matmul_precision("highest")``. ``jax.jit`` traces again there, and
-`cfp.parallelize` does the same. ``jax.jit`` compares a tuple that JAX keeps for each
-thread. No public function returns that tuple, and reading each setting by its public
-name takes a thousand times as long (0.17 ms, against 0.0001).
+cuDNN: `jax.nn.dot_product_attention(implementation="cudnn")` reads the version of
+cuDNN and the GPU while it is traced. A plan for described GPUs needs neither.
 
-cuDNN's attention is traced on machines without cuDNN, too:
-`jax.nn.dot_product_attention(implementation="cudnn")` reads the version of cuDNN and
-the GPU while it is traced. A plan for described GPUs needs neither.
-
-`jax.distributed` has keys and values that all processes of a program see, beside their
-devices. Every wait has a deadline here; a collective waits for its devices for ever.
+Messages: processes of `jax.distributed` share keys and values. A wait for a key has a
+deadline, while a collective waits for its devices for ever.
 """
 
 from __future__ import annotations
@@ -37,9 +33,8 @@ from jax.interpreters import mlir
 
 from cfp.errors import CfpError
 
-# What JAX leaves out of that tuple although it changes what runs: the kind of random
-# keys, and how the compiler works, with what JAX 0.10.2 to 0.12 has by default. Other
-# settings change what is traced, which fingerprints are of, or only what is reported.
+# Settings outside of that tuple that change what runs, with the defaults of JAX 0.10.2
+# to 0.12. Further settings change the trace, which fingerprints cover, or only reports.
 _ALSO = {
     "jax_compiler_enable_remat_pass": "True",
     "jax_cpu_enable_async_dispatch": "True",
@@ -58,16 +53,13 @@ _others = attrgetter(*(name for name in _ALSO if hasattr(jax.config, name)))
 
 
 def trace_context_key() -> Hashable:
-    """Returns the key of this thread's JAX configuration at this moment."""
+    """Returns this thread's JAX configuration; jit retraces if it differs."""
     return trace_context(), _others(jax.config)
 
 
 def compiler_settings() -> tuple[tuple[str, str], ...]:
-    """Returns settings that compiled programs depend on beside their modules.
-
-    Only values other than JAX's defaults, by name.
-    """
-    # Some are no attributes of the configuration.
+    """Returns (name, value) of settings that change compilation, if not the default."""
+    # `jax.config` has no attributes for some settings.
     values = jax.config.values
     found = {
         name: str(getattr(jax.config, name, values.get(name, usual)))
@@ -78,29 +70,26 @@ def compiler_settings() -> tuple[tuple[str, str], ...]:
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Turns JAX's checks for NaN and infinity off, in this thread.
+    """Turns off `jax_debug_nans` and `jax_debug_infs` in this thread.
 
-    Under these checks JAX donates no memory and reads all results, so that measuring on
-    random numbers would take other time and memory, or fail.
+    Under these checks JAX donates no memory and reads all results: measurements on
+    random numbers would change, or fail.
     """
     with jax.debug_nans(False), jax.debug_infs(False):
         yield
 
 
 def checks_numbers() -> bool:
-    """True if JAX is to look for NaN or infinity in what programs return."""
+    """True if `jax_debug_nans` or `jax_debug_infs` is on."""
     config: Any = jax.config
     return config.jax_debug_nans or config.jax_debug_infs
 
 
 def check_numbers(results: Sequence[tuple[str, jax.Array]]) -> None:
-    """Looks for NaN and infinity as far as `jax_debug_nans` and `jax_debug_infs` say.
-
-    Args:
-        results: by path.
+    """Checks (path, array) pairs as `jax_debug_nans` and `jax_debug_infs` require.
 
     Raises:
-        FloatingPointError: it names the first that has one.
+        FloatingPointError: an array has a NaN or infinity; the message has its path.
     """
     settings = (("NaN", "nans", jnp.isnan), ("infinity", "infs", jnp.isinf))
     for name, short, test in settings:
@@ -111,34 +100,30 @@ def check_numbers(results: Sequence[tuple[str, jax.Array]]) -> None:
             if inexact and bool(test(result).any()):
                 raise FloatingPointError(
                     f"Result {path} of the step has {name} (jax_debug_{short} is on). "
-                    "To see the operation that makes it, call the step by itself, "
-                    "in jax.jit, with the same arguments."
+                    "To find the operation, call the step without cfp, in jax.jit, "
+                    "with the same arguments."
                 )
 
 
 def check_settings() -> None:
-    """Refuses a configuration of JAX under which nothing can be planned or compiled.
-
-    Raises:
-        CfpError: it names the setting.
-    """
+    """Raises CfpError if Shardy or jit is turned off; the message names the setting."""
     if not getattr(jax.config, "jax_use_shardy_partitioner", True):
         raise CfpError(
             "jax_use_shardy_partitioner is off (JAX_USE_SHARDY_PARTITIONER=0, or "
-            "jax.config.update), and cfp shards programs by Shardy. Unset the "
-            'variable, or call jax.config.update("jax_use_shardy_partitioner", True).'
+            "jax.config.update), but cfp needs Shardy. Unset the variable, or call "
+            'jax.config.update("jax_use_shardy_partitioner", True).'
         )
     if getattr(jax.config, "jax_disable_jit", False):
         raise CfpError(
-            "jax_disable_jit is on (jax.disable_jit(), or JAX_DISABLE_JIT=1), and cfp "
-            "shards compiled programs. Leave jax.disable_jit() to plan a step, or to "
-            "run it under a plan; to debug the step call it by itself."
+            "jax_disable_jit is on (jax.disable_jit(), or JAX_DISABLE_JIT=1), but cfp "
+            "needs jit. Plan and run the step outside of jax.disable_jit(); to debug "
+            "it, call the step without cfp."
         )
 
 
-# ------------------------------------------------------- cuDNN that is not here
+# ------------------------------------------------------ cuDNN on machines without it
 
-# That JAX's newest release asks for, and the oldest GPUs that have all layouts.
+# cuDNN's version with all that JAX may require, and the oldest GPUs with all layouts.
 _VERSION = 91300
 _CAPABILITY = (9, 0)
 _ANSWERS = {
@@ -154,9 +139,9 @@ def _numbers(capability: str) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def cudnn_expected() -> Iterator[None]:
-    """Makes JAX trace its attention as for Hopper GPUs, if there is no GPU.
+    """Makes JAX trace its cuDNN attention without a GPU, as for Hopper GPUs.
 
-    Lowering for CPU devices then fails for want of such an op.
+    Lowering the traced op for CPU devices still fails.
     """
     is_here = jax.default_backend() == "gpu"
     own = {name: getattr(fused, name) for name in _ANSWERS}
@@ -176,9 +161,11 @@ _LATE = "DEADLINE_EXCEEDED"
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """Key-value messages between the processes of a program.
+    """Key-value messages between the processes of `jax.distributed`.
 
     Attributes:
+        process: this process's index.
+        count: number of processes.
         coordinator: HOST:PORT of process 0, or "" if it is not known.
     """
 
@@ -188,11 +175,11 @@ class Channel:
     _client: Any
 
     def put(self, key: str, text: str) -> None:
-        """Stores a value; an earlier value of the key is replaced."""
+        """Stores a value under a key, in place of an earlier one."""
         self._client.key_value_set(key, text, allow_overwrite=True)
 
     def get(self, key: str, seconds: float) -> str | None:
-        """Waits for the value of a key; None if that takes longer.
+        """Waits for the value of a key; None if it is not set in time.
 
         Raises:
             jax.errors.JaxRuntimeError: the coordinator cannot be reached.
@@ -205,17 +192,17 @@ class Channel:
             return None
 
     def below(self, folder: str) -> Mapping[str, str]:
-        """Returns all values so far under keys in a folder."""
+        """Returns {key without ``folder/``: value} of keys that are set by now."""
         found = self._client.key_value_dir_get(f"{folder}/")
         return {key.removeprefix(f"{folder}/"): text for key, text in found}
 
     def forget(self, folder: str) -> None:
-        """Removes all keys that begin with a folder's name."""
+        """Removes all keys that begin with ``folder/``."""
         self._client.key_value_delete(f"{folder}/")
 
 
 def open_channel() -> Channel | None:
-    """The channel of this program; None where it has one process."""
+    """Returns the channel of this program; None if it has only one process."""
     state = distributed.global_state
     if state.client is None or state.num_processes < 2:
         return None
@@ -230,12 +217,12 @@ def open_channel() -> Channel | None:
 _OF_SHARDINGS = "inspect_sharding"
 
 ChangeProgram = Callable[[Jaxpr], Jaxpr]
-# What tells two traces of one program apart: weak types, and objects' addresses.
+# Text that may differ between traces of one program: weak types, and addresses.
 _OF_A_TRACE = re.compile(r"weak_type=\w+|\b0x[0-9a-f]+")
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The jaxprs among an equation's parameters, by the parameters' names."""
+    """Lists the jaxprs in an equation's parameters, sorted by the parameters' names."""
     found: list[Jaxpr] = []
 
     def noted(jaxpr: Jaxpr) -> Jaxpr:
@@ -247,7 +234,7 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """All equations, those inside of others before them; by call, not by jaxpr."""
+    """Yields all equations, inner ones first; a jaxpr that is called twice, twice."""
     for eqn in jaxpr.eqns:
         for inner in inner_jaxprs(eqn):
             yield from equations(inner)
@@ -255,7 +242,7 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def with_inner(eqn: JaxprEqn, change: ChangeProgram) -> JaxprEqn:
-    """An equation with the programs inside of it changed; itself if none is."""
+    """Changes the jaxprs inside of an equation; returns it itself if none changes."""
     params = {name: _changed(eqn.params[name], change) for name in sorted(eqn.params)}
     if all(params[name] is eqn.params[name] for name in params):
         return eqn
@@ -263,7 +250,7 @@ def with_inner(eqn: JaxprEqn, change: ChangeProgram) -> JaxprEqn:
 
 
 def closed_with(closed: ClosedJaxpr, change: ChangeProgram) -> ClosedJaxpr:
-    """A closed program with another one in it; itself if that is the same."""
+    """Changes the jaxpr of a closed jaxpr; returns it itself if nothing changes."""
     found = change(closed.jaxpr)
     return closed if found is closed.jaxpr else closed.replace(jaxpr=found)
 
@@ -271,7 +258,10 @@ def closed_with(closed: ClosedJaxpr, change: ChangeProgram) -> ClosedJaxpr:
 def with_equations(
     closed: ClosedJaxpr, change: Callable[[JaxprEqn], JaxprEqn]
 ) -> ClosedJaxpr:
-    """A program with equations changed, or else those inside; itself if none is."""
+    """Changes equations, outer before inner; returns `closed` if none changes.
+
+    Equations inside of a changed equation are left alone.
+    """
 
     def changed(jaxpr: Jaxpr) -> Jaxpr:
         eqns = []
@@ -286,16 +276,16 @@ def with_equations(
 
 
 def do_the_same(one: Jaxpr, other: Jaxpr) -> bool:
-    """True if two traces of one function are one program but for weak types.
+    """True if two traces are the same program, weak types aside.
 
-    A weakly typed value is converted to its own dtype if ``jnp.clip`` or ``jnp.where``
-    combine it with other values.
+    ``jnp.clip`` and ``jnp.where`` convert weakly typed values to their own dtype; such
+    conversions do not count.
     """
     if _text(one) == _text(other):
         return True
     known: dict[str, Jaxpr] = {}
 
-    # Programs inside that are alike become one: a text has each only once.
+    # Equal inner jaxprs become one object, since a text prints each object once.
     @cache
     def without_weak_types(jaxpr: Jaxpr) -> Jaxpr:
         found = _without_conversions(jaxpr, without_weak_types)
@@ -309,14 +299,14 @@ def _text(jaxpr: Jaxpr) -> str:
 
 
 def _typed(literal: Any) -> Literal:
-    """A literal with its number as the dtype has it: a weak one has more digits."""
+    """Rounds a literal's Python number to its dtype: weak ones have more digits."""
     if not isinstance(literal.val, int | float | complex):
         return literal
     return Literal(literal.aval.dtype.type(literal.val), literal.aval)
 
 
 def _without_conversions(jaxpr: Jaxpr, change: ChangeProgram) -> Jaxpr:
-    """A program without conversions that keep the dtype, and those inside changed."""
+    """Removes conversions that keep the dtype, and applies `change` to inner jaxprs."""
     sources: dict[Any, Any] = {}
 
     def read(values: Sequence[Any]) -> list[Any]:
@@ -350,14 +340,14 @@ def _changed(value: Any, change: ChangeProgram) -> Any:
     return value
 
 
-# --------------------------------------------- lowered for devices that are not here
+# ------------------------------------------------- lowering for a mesh without devices
 
 
 def deferred(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A program whose ops do not ask for devices while it is lowered.
+    """Returns a program that JAX lowers for a mesh without devices.
 
-    JAX refuses to lower custom_partitioning ops, what becomes one, and functions of the
-    host for a mesh without devices. Here they are lowered without.
+    JAX refuses that for custom_partitioning ops and host callbacks. They are wrapped in
+    an op that it does not refuse, and lowered inside.
     """
     return with_equations(closed, _deferred)
 
@@ -371,7 +361,7 @@ def _deferred(eqn: JaxprEqn) -> JaxprEqn:
 
 @dataclass(frozen=True, eq=False)
 class _Op:
-    """An op of JAX's that is lowered later; it hides the op's parameters."""
+    """The function that an op of JAX computes, with the op's parameters hidden."""
 
     eqn: JaxprEqn
 

@@ -1,7 +1,6 @@
-"""Memories and shardings of arrays, beside their types, and moving arrays there.
+"""Arrays in host memory, on meshes with explicit axes, and on several processes.
 
-That is the memory of the host that they may be in, their shardings on meshes with
-explicit axes, which are a part of types there, and the devices of several processes.
+Functions read the memory and the sharding of arrays, and move arrays to others.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from jax.tree_util import tree_flatten, tree_unflatten
 
 from cfp.program.jaxprs import inner_jaxprs
 
-# The memory that JAX means by `jax.memory.Space.Host`.
+# The memory kind of `jax.memory.Space.Host`.
 HOST = "pinned_host"
 _OF_THE_HOST = (HOST, "unpinned_host")
 
@@ -27,20 +26,20 @@ _S = TypeVar("_S", bound=Sharding)
 
 
 def has_host_memory(device: Any) -> bool:
-    """Returns True if a device can use memory of its host."""
+    """True if a device can use pinned memory of its host."""
     return any(memory.kind == HOST for memory in device.addressable_memories())
 
 
 def memory_kind(leaf: Any) -> str:
-    """The memory of the host that an array is in, or is to be; "" for the device's."""
+    """Returns the kind of host memory of an array or aval; "" for device memory."""
     return host_kind(getattr(leaf, "sharding", None))
 
 
 def result_memory_kinds(jaxpr: Jaxpr, argument_kinds: Sequence[str]) -> tuple[str, ...]:
-    """Finds for each result its host memory, or "".
+    """Returns for each result the kind of its host memory, "" for device memory.
 
-    JAX has it in types, but not for arguments that are handed back unchanged, and for
-    out_shardings of an inner jax.jit, also in a loop or a branch.
+    Types of results have it, with two exceptions: arguments that are returned
+    unchanged, and out_shardings of an inner jax.jit.
     """
     kinds = {
         id(var): kind for var, kind in zip(jaxpr.invars, argument_kinds, strict=True)
@@ -53,7 +52,7 @@ def result_memory_kinds(jaxpr: Jaxpr, argument_kinds: Sequence[str]) -> tuple[st
             takes = len(inner.invars)
             if len(inner.outvars) != len(eqn.outvars) or takes > len(given):
                 continue
-            # Branches and loops have what they decide by in front.
+            # A branch's index, and a loop's constants, come first.
             found = result_memory_kinds(inner, given[len(given) - takes :])
             for var, kind in zip(eqn.outvars, found, strict=True):
                 kinds[id(var)] = kinds.get(id(var)) or kind
@@ -68,7 +67,7 @@ def result_memory_kinds(jaxpr: Jaxpr, argument_kinds: Sequence[str]) -> tuple[st
 
 
 def on_device(tree: Any) -> Any:
-    """Moves those arrays of a pytree to the devices that are in the host's memory."""
+    """Moves arrays of a pytree from host memory to their devices' memory."""
 
     def moved(leaf: Any) -> Any:
         if not memory_kind(leaf):
@@ -79,15 +78,16 @@ def on_device(tree: Any) -> Any:
 
 
 def in_host(tree: Any) -> Any:
-    """Moves arrays of this process to host memory, if the devices have access.
+    """Moves arrays of a pytree to host memory.
 
-    Deleted arrays stay.
+    Unchanged: deleted arrays, arrays on other processes' devices, and all arrays if a
+    device cannot use pinned host memory.
     """
 
     def moved(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
             return leaf
-        if leaf.is_deleted():  # A step that it was donated to has taken its memory.
+        if leaf.is_deleted():  # It was donated to a step.
             return leaf
         if not all(map(has_host_memory, leaf.sharding.device_set)):
             return leaf
@@ -97,13 +97,13 @@ def in_host(tree: Any) -> Any:
 
 
 def host_kind(sharding: Any) -> str:
-    """The memory of the host that a sharding is in; "" for the device's."""
+    """Returns the kind of host memory of a sharding; "" for device memory."""
     kind = getattr(sharding, "memory_kind", None)
     return kind if kind in _OF_THE_HOST else ""
 
 
 def with_leaves_in(tree: Any, which: Collection[int], space: Any) -> Any:
-    """Moves some leaves of a pytree, by number, to the memory of host or devices."""
+    """Moves some leaves of a pytree, given by flat indices, to a `jax.memory.Space`."""
     if not which:
         return tree
     leaves, structure = tree_flatten(tree)
@@ -115,7 +115,7 @@ def with_leaves_in(tree: Any, which: Collection[int], space: Any) -> Any:
 
 
 def explicit_sharding(leaf: Any) -> NamedSharding | None:
-    """The sharding of an array on a mesh with explicit axes; None for all others."""
+    """Returns an array's sharding if its mesh has explicit axes; None otherwise."""
     sharding = getattr(leaf, "sharding", None)
     return sharding if _is_explicit(sharding) else None
 
@@ -126,13 +126,13 @@ def _is_explicit(sharding: Any) -> TypeGuard[NamedSharding]:
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
-    """The mesh with axes whose shardings the compiler may choose."""
+    """Returns the mesh with all axis types Auto."""
     axis_types = (AxisType.Auto,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
 
 
 def on_auto_mesh(sharding: NamedSharding) -> NamedSharding:
-    """Returns the sharding on a mesh with automatic axes; others unchanged."""
+    """Returns the sharding on `auto_mesh`; itself if its mesh is abstract."""
     if not isinstance(sharding.mesh, Mesh):
         return sharding
     mesh, kind = auto_mesh(sharding.mesh), sharding.memory_kind
@@ -140,7 +140,7 @@ def on_auto_mesh(sharding: NamedSharding) -> NamedSharding:
 
 
 def in_memory(shardings: Sequence[_S], kinds: Sequence[str]) -> tuple[_S, ...]:
-    """Returns shardings in these kinds of memory; unchanged without any."""
+    """Returns shardings with their kinds of memory; "" leaves a sharding unchanged."""
     if not any(kinds):
         return tuple(shardings)
     found: list[Any] = [
@@ -153,7 +153,7 @@ def in_memory(shardings: Sequence[_S], kinds: Sequence[str]) -> tuple[_S, ...]:
 def placed_avals(
     avals: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Types, with shardings where tracing depends on them."""
+    """Adds the shardings that tracing depends on: host memory, or explicit axes."""
     return tuple(
         jax.ShapeDtypeStruct(
             aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
@@ -164,21 +164,20 @@ def placed_avals(
     )
 
 
-# ----------------------------------------------- whole arrays, put in place and fetched
+# ------------------------------------------------------- whole arrays: put and fetch
 
 
 def put(leaf: Any, sharding: Sharding) -> jax.Array:
-    """An array in a sharding.
+    """Moves a whole array to a sharding, also over several processes.
 
     Args:
-        leaf: the whole array; where devices of other processes are to have parts of it,
-            each process passes the same.
+        leaf: the whole array, equal in all processes.
     """
     is_here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
     if sharding.is_fully_addressable or not is_here:
         return jax.device_put(leaf, sharding)
-    # What `jax.device_put` does then compares the values of all processes, by
-    # collectives that take equally many devices in each.
+    # Here `jax.device_put` would compare values of all processes, by collectives that
+    # need equally many devices in each.
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data, impl = np.asarray(jax.random.key_data(leaf)), jax.random.key_impl(leaf)
 
@@ -193,11 +192,10 @@ def put(leaf: Any, sharding: Sharding) -> jax.Array:
 
 
 def fetch(leaf: jax.Array, device: Any) -> jax.Array:
-    """A whole array on one device of this process, wherever its parts are.
+    """Gathers a sharded array on one device of this process.
 
-    All processes that have parts of it call this, each with a `jax.Device` of its own.
-    The parts are joined on the devices: what JAX does to move them to one device takes
-    them through the host.
+    All processes with shards of the array call this, each with its own `jax.Device`.
+    Shards are joined on the devices; `jax.device_put` would join them on the host.
     """
     mesh = getattr(leaf.sharding, "mesh", None)
     if mesh is not None and not leaf.is_fully_replicated and not memory_kind(leaf):
@@ -215,5 +213,5 @@ def fetch(leaf: jax.Array, device: Any) -> jax.Array:
 
 
 def _same(leaf: jax.Array) -> jax.Array:
-    """The array; JAX compiles one function for all arrays of a shape."""
+    """Returns the array; a named function, so that JAX compiles it once per shape."""
     return leaf

@@ -1,18 +1,17 @@
 """Ops of jax.experimental.custom_partitioning inside a step.
 
-JAX lowers such an op to a call that carries the address of its callbacks: another one
-in every trace and every process, and of no use once they are gone. Here the call has a
-name that is made of what it computes instead, and callbacks are kept by that name as
-long as the process lives.
+JAX lowers such an op to a call with the address of its callbacks. The address differs
+between traces and processes. Here the call has a name instead, a digest of the op's
+computation, and callbacks are kept by name until the process ends.
 
-An op is sharded by the rule that comes with it (``sharding_rule=``). The rule of JAX's
-cuDNN attention says nothing of keys: its factors are a table. An op without a rule is
-replicated. ``partition`` is asked once for each factor with the factor's dims sharded,
-and a factor that it refuses, or does not keep, is left out.
+An op is sharded by its own rule (``sharding_rule=``), an op without a rule replicated.
+The rule of JAX's cuDNN attention omits keys; a table replaces it. For each factor of
+the rule, ``partition`` is called once with the factor's dims sharded. If it raises or
+changes the shardings, the factor is not sharded.
 
-Before a module is compiled, :func:`bind` gives JAX's partitioner the callbacks for the
-module's mesh. They put the op's operands into shardings that the rule allows before the
-op's own ``partition`` sees them, so that it is not given what it refuses.
+Before a module is compiled, :func:`bind` gives JAX's partitioner callbacks for the
+module's mesh. They reshard the operands as the rule allows before the op's own
+``partition`` is called.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -52,7 +51,7 @@ TARGET = "CustomSPMDPartitioning"
 _CONFIG = "backend_config"
 _PREFIX = "cfp"
 _rule_in_mlir: Any = jax_rules.sdy_sharding_rule_to_mlir
-# They ask for the runtime of the platform, of which TPUs' alone is used.
+# Lowering host callbacks requests the platform's runtime, and uses it only on TPUs.
 _HOST_CALLS: tuple[tuple[Primitive, Callable[..., Any]], ...] = (
     (jax_callbacks.pure_callback_p, jax_callbacks.pure_callback_lowering),
     (jax_callbacks.io_callback_p, jax_callbacks.io_callback_lowering),
@@ -67,12 +66,12 @@ Dims = dict[OpDim, tuple[str, ...]]  # the mesh axes of each sharded dim
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A factor that may be sharded.
+    """A factor (dims of an op's tensors that are sharded alike) that may be sharded.
 
     Attributes:
-        places: its dims.
-        size: they are split into so many pieces at most.
-        is_sum: true if it is summed over.
+        places: the dims.
+        size: a multiple of any allowed number of pieces.
+        is_sum: True if the op sums over the factor.
     """
 
     places: tuple[OpDim, ...]
@@ -82,16 +81,16 @@ class Factor:
 
 @dataclass(frozen=True, eq=False)
 class PartitionedCall:
-    """A custom_partitioning op of some program.
+    """A custom_partitioning op of a program.
 
     Attributes:
-        whole: its computation, on one device.
-        partition: its callback, of a mesh, operands and results with shardings.
-        platforms: platforms that it was lowered for.
-        name: its name in programs: equal for ops with the same computation.
-        factors: factors that its callback keeps.
-        refusals: reasons against other factors, each once.
-        rule: the factors as Shardy writes them.
+        whole: the op's computation on one device.
+        partition: the user's callback, called with a mesh, operands and results.
+        platforms: platforms that the op was lowered for.
+        name: the call's name in modules; equal for ops with the same computation.
+        factors: factors that the callback shards.
+        refusals: distinct reasons why other factors are not sharded.
+        rule: text of Shardy's rule for `factors`.
     """
 
     whole: ClosedJaxpr
@@ -106,7 +105,7 @@ class PartitionedCall:
 
     @property
     def label(self) -> str:
-        """The name of the function that the user wrote."""
+        """The name of the user's function, as an identifier."""
         return re.sub(r"\W", "_", str(self.whole.jaxpr.debug_info.func_name))
 
     @property
@@ -120,7 +119,7 @@ class PartitionedCall:
         return _shapes((*self.whole.in_avals, *self.whole.out_avals))
 
     def partitioned(self, mesh: Mesh | AbstractMesh, dims: Dims) -> tuple[Any, ...]:
-        """The callback's answer where some dims are sharded."""
+        """Calls the user's callback with these dims sharded; returns its result."""
         shaped = []
         for number, t in enumerate(self.tensors):
             parts = (dims.get((number, dim)) for dim in range(len(t.shape)))
@@ -132,11 +131,11 @@ class PartitionedCall:
         )
 
     def refusal(self, mesh: AbstractMesh, dims: Dims) -> str | None:
-        """The reason for which the callback does not keep some dims sharded."""
+        """Returns why the callback does not shard these dims; None if it does."""
         try:
             _, _, results, operands = self.partitioned(mesh, dims)
             kept = self.axes(operands, results, lambda one: one)
-        except Exception as error:  # Callbacks raise whatever they like.
+        except Exception as error:  # Users' callbacks raise any type.
             return summary_of(error)
         places = {(n, d): a for n, s in enumerate(kept) for d, a in enumerate(s) if a}
         same = places == dims
@@ -145,7 +144,11 @@ class PartitionedCall:
     def axes(
         self, operands: Any, results: Any, sharding: Callable[[Any], Any]
     ) -> list[Spec]:
-        """The axes of the dims of all operands and results."""
+        """Returns the mesh axes of each dim of operands and results.
+
+        Args:
+            sharding: takes a leaf of the two trees, returns its `NamedSharding`.
+        """
         leaves = (
             *self.in_tree.flatten_up_to(operands),
             *self.out_tree.flatten_up_to(results),
@@ -158,15 +161,15 @@ def _shapes(avals: Iterable[Any]) -> tuple[Shape, ...]:
     return tuple(Shape(a.shape, a.dtype) for a in avals)
 
 
-# By name, and by name and mesh: kept while the process lives, since what was planned
-# may be compiled at any time. There are as many as there are different ops.
+# Calls by name, by name and mesh, and by description: kept until the process ends,
+# since plans may be compiled at any time. Each holds one entry per different op.
 _CALLS: dict[str, PartitionedCall] = {}
 _BOUND: dict[str, Any] = {}
 _DESCRIBED: dict[Any, PartitionedCall] = {}
 
 
 def call_of(attributes: str) -> PartitionedCall | None:
-    """The custom_partitioning op whose call has these attributes, if it is one."""
+    """Returns the op that a call with these attributes names; None for other calls."""
     found = PARTITIONED.search(attributes)
     return _CALLS.get(found[1]) if found else None
 
@@ -174,10 +177,10 @@ def call_of(attributes: str) -> PartitionedCall | None:
 def traced_with_callbacks(
     fn: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct]
 ) -> jax.stages.Traced:
-    """Traces a function, with custom_partitioning ops that have callbacks alone.
+    """Traces a function that may have custom_partitioning ops without sharding_rule.
 
-    JAX refuses those since Shardy, which has no callbacks, propagates shardings. While
-    Shardy is off, it keeps the callbacks; nothing is lowered then.
+    JAX refuses them while Shardy is on. The function is then traced again with Shardy
+    off.
     """
     try:
         return jax.jit(fn).trace(*avals)
@@ -190,9 +193,8 @@ def traced_with_callbacks(
 
 # ------------------------------------------------------------------------------- rules
 
-# Dims of the tensors of JAX's cuDNN attention that a letter stands for, "B" sequences
-# and "N" heads, which its own rule leaves out: operands, then results. "*" is a dim of
-# the layout of queries. By the name of the callback.
+# Dims of operands, then results, of JAX's cuDNN attention, by the callback's name. "B"
+# is sequences, "N" heads, "." not sharded, "****" the layout of queries.
 _HEADS, _BIAS, _STATISTICS = "****", "BN..", "BN."
 _INPUTS = (_HEADS, _HEADS, _HEADS, _BIAS, "B", "B", "B.", "B.", "", "")
 _CUDNN = {
@@ -210,7 +212,7 @@ _CUDNN_LAYOUT_ARGUMENT = 5  # Of the static ones.
 def factors_of_cudnn(
     partition: Callable[..., Any], static_args: Sequence[Any], tensors: Sequence[Shape]
 ) -> list[Factor]:
-    """The factors of an op of JAX's cuDNN attention; none of any other op."""
+    """Returns the factors of JAX's cuDNN attention; [] for other ops."""
     name = getattr(partition, "__name__", "")
     if getattr(partition, "__module__", "") != _CUDNN_MODULE or name not in _CUDNN:
         return []
@@ -231,7 +233,7 @@ def factors_of_cudnn(
 
 
 def factors_of(rule: Rule | None, tensors: Sequence[Shape]) -> Iterator[Factor]:
-    """Yields the factors that a rule lets be sharded."""
+    """Yields the factors that a rule allows to shard; none without a rule."""
     if rule is None:
         return
     for factor, size in enumerate(rule.sizes):
@@ -243,13 +245,13 @@ def factors_of(rule: Rule | None, tensors: Sequence[Shape]) -> Iterator[Factor]:
                     in_pieces |= bool(rule.fixed.intersection(factors))
         is_sum = factor in rule.reduction
         if is_sum or (len(places) > 1 and places[-1][0] >= len(rule.operands)):
-            # Dims alone limit it, unless pieces of them are to stay whole.
+            # The factor's size limits it only if a dim has another, fixed factor.
             common = _common(tensors, places, size if in_pieces else 0)
             yield Factor(tuple(places), common, is_sum)
 
 
 def _common(tensors: Sequence[Shape], places: Iterable[OpDim], pieces: int = 0) -> int:
-    """The number of pieces that some dims can be split into, all of them."""
+    """Returns the greatest common divisor of dims' sizes, and of `pieces`."""
     return math.gcd(pieces, *(tensors[tensor].shape[dim] for tensor, dim in places))
 
 
@@ -257,12 +259,10 @@ def _common(tensors: Sequence[Shape], places: Iterable[OpDim], pieces: int = 0) 
 
 
 def lowering_parameters(mesh: Mesh | AbstractMesh | None) -> mlir.LoweringParameters:
-    """Parameters of a lowering by which such ops are lowered as described above.
+    """Returns JAX's lowering parameters that lower custom_partitioning ops by name.
 
-    For a mesh without devices calls of the host's functions are lowered, too.
-
-    Args:
-        mesh: the mesh that a program is lowered for; None if it has no arguments.
+    For an `AbstractMesh` they lower host callbacks, too. None, for programs without
+    arguments, returns JAX's usual parameters.
     """
     if mesh is None:
         return mlir.LoweringParameters()
@@ -275,7 +275,7 @@ def lowering_parameters(mesh: Mesh | AbstractMesh | None) -> mlir.LoweringParame
 
 
 def _without_runtime(rule: Callable[..., Any], context: Any, *values: Any, **how: Any):
-    """Lowers a call of a function of the host on a machine without the platform."""
+    """Lowers a host callback on a machine without devices of the platform."""
     around = context.module_context
     (platform,) = around.platforms
     alone = around.replace(backend=SimpleNamespace(platform=platform))
@@ -339,7 +339,7 @@ def _own_rule(
     operands: Sequence[ir.Type],
     results: Sequence[ir.Type],
 ) -> Rule | None:
-    """The rule that comes with an op; None if none does."""
+    """Returns the rule of an op's ``sharding_rule``; None without one."""
     if callable(rule):
         rule = rule(*static_args, mesh, operands, results)
         rule, settings = rule if isinstance(rule, list | tuple) else (rule, {})
@@ -351,12 +351,11 @@ def _own_rule(
 def _described(
     call: PartitionedCall, factors: Iterable[Factor], mesh: Mesh | AbstractMesh
 ) -> PartitionedCall:
-    """A call with those of some factors that its callback takes, each tried once.
+    """Tries each factor with the callback; names the call, and adds it to `_CALLS`.
 
     Args:
-        mesh: its axes' names are what the callback may know. Sizes are put in their
-            place that divide a factor, so that the answer is one for meshes of all
-            sizes.
+        mesh: only names of axes are used. The tried axis has the least size that
+            divides the factor, so that the result is equal for meshes of all sizes.
     """
     axis = next(name for name, size in mesh.shape.items() if size > 1)
     kept: list[Factor] = []
@@ -388,7 +387,7 @@ def _described(
 def _written(
     shared: Sequence[Factor], tensors: Sequence[Shape], count: int
 ) -> ir.Attribute:
-    """A rule as Shardy has it; dims that may not be sharded have factors alone."""
+    """Writes Shardy's rule; dims that are not sharded get factors of their own."""
     sizes = [factor.size for factor in shared]
     of = {place: n for n, one in enumerate(shared) for place in one.places}
 
@@ -438,13 +437,10 @@ def _inside(call: ClosedJaxpr, platforms: tuple[str, ...]) -> tuple[str, int]:
 
 
 def bind(module: ir.Module, mesh: Mesh) -> None:
-    """Has JAX's partitioner find the callbacks of a module's calls, in place.
-
-    Args:
-        module: a module of a program that was lowered in this process.
+    """Registers a module's callbacks with JAX's partitioner, and renames its calls.
 
     Raises:
-        StepNotTraceable: this process has not lowered the program.
+        StepNotTraceable: this process has not lowered the module's program.
     """
     for op in filter(is_call, shardy.every_op(module)):
         name = ir.StringAttr(op.attributes[_CONFIG]).value
@@ -454,9 +450,8 @@ def bind(module: ir.Module, mesh: Mesh) -> None:
         if call is None:
             raise StepNotTraceable(
                 f"The program has a custom_partitioning op, {name!r}, whose callbacks "
-                "are not in this process. Expected a step that this process has "
-                "traced. Trace or plan the step here: callbacks are Python functions, "
-                "which a program's text does not hold."
+                "are not in this process. Trace or plan the step here: its callbacks "
+                "are Python functions, which a program's text does not hold."
             )
         devices = mesh.devices.flat
         where = (tuple(mesh.shape.items()), [(d.platform, d.id) for d in devices])
@@ -481,21 +476,21 @@ def bind(module: ir.Module, mesh: Mesh) -> None:
 
 
 def is_call(op: ir.Operation) -> bool:
-    """True if an op calls a custom_partitioning op, which has no effects."""
+    """True if an op is a call of a custom_partitioning op."""
     if shardy.call_target(op) != TARGET:
         return False
     return ir.StringAttr(op.attributes[_CONFIG]).value.startswith(f"{_PREFIX}:")
 
 
 def spec_of(sharding: Any, mesh: Mesh) -> PartitionSpec:
-    """XLA's sharding by axes of a mesh: those along which the pieces of a dim change.
+    """Converts an XLA sharding to a `PartitionSpec` of a mesh.
 
-    Whole, if pieces are not in the order of whole axes, as where XLA splits one.
+    Returns ``PartitionSpec()``, replicated, if the sharding splits an axis.
     """
     if not sharding.is_tiled():
         return PartitionSpec()
     sizes, shape = mesh.devices.shape, sharding.tile_assignment_dimensions()
-    # Behind the tensor's dims are those of devices with the same piece.
+    # The tensor's dims come first, then dims of devices with the same piece.
     behind = sharding.replicate_on_last_tile_dim() + len(sharding.subgroup_types())
     devices = np.argsort(sharding.tile_assignment_devices())
     pieces = np.indices(shape).reshape(len(shape), -1)[: len(shape) - behind, devices]
@@ -519,7 +514,7 @@ def _partition(call: PartitionedCall, mesh: Mesh, operands: Any, results: Any) -
         return call.partitioned(mesh, dims)
 
     def alone(*trees: Any) -> Any:
-        """Each device computes what one device alone does."""
+        """Computes the whole op on each device."""
         leaves = call.in_tree.flatten_up_to(trees)
         return call.out_tree.unflatten(jaxpr_as_fun(call.whole)(*leaves))
 
@@ -528,7 +523,7 @@ def _partition(call: PartitionedCall, mesh: Mesh, operands: Any, results: Any) -
 
 
 def _settled(call: PartitionedCall, mesh: Mesh, given: Sequence[Spec]) -> Dims:
-    """Shards all dims of a factor as the first of them that is, and no others."""
+    """Returns the axes of dims: all dims of a factor as the first sharded of them."""
     found: Dims = {}
     used: set[str] = set()
     for factor in call.factors:

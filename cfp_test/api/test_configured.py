@@ -64,7 +64,7 @@ def test_without_shardy_nothing_is_planned_nor_stored(how, configured, tmp_path)
 
 
 def test_without_jit_nothing_is_planned(how):
-    with jax.disable_jit(), pytest.raises(cfp.CfpError, match="by itself"):
+    with jax.disable_jit(), pytest.raises(cfp.CfpError, match="without cfp"):
         cfp.parallelize(step, **how)(WEIGHTS, X)
 
 

@@ -1,4 +1,4 @@
-"""Results of the search: candidates, a solution, and what it predicts."""
+"""Results of the search: candidates for the plan, and predictions of their cost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Estimate:
     """Estimated cost of the best choice for a program.
 
     Attributes:
-        profiles: what the profile pass would find again, where estimates decide.
+        fits: True if the choice fits in the memory budget, by estimate.
+        profiles: result of the profile pass if estimates alone decide; otherwise None.
     """
 
     time_ms: float
@@ -35,7 +36,8 @@ class Candidate:
     """A whole program that may become the plan.
 
     Attributes:
-        predicted_ms: its step time by the profiles, or None.
+        predicted_ms: step time by the profiles; None if parts were not measured.
+        options: XLA compiler options.
     """
 
     name: str
@@ -47,20 +49,20 @@ class Candidate:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key that tells whole programs apart."""
+        """Key, equal for candidates that compile to the same program."""
         return self.choice, self.level, tuple(sorted(self.options.items()))
 
 
-# Of a plan's counts how long the races took, and of a solution's those before it.
+# Key of a plan's or solution's counts: seconds of all races so far.
 RACE_SECONDS = "race_seconds"
 
 
 class Stage(StrEnum):
-    """The stages of a search while nothing fits as compiled."""
+    """Stages of a search; the next begins if no candidate fits when compiled."""
 
-    PREDICTED = "predicted"  # What fits by prediction.
-    CORRECTED = "corrected"  # What fits by what was compiled, too.
-    SMALLEST = "smallest"  # What needs least; candidates are compiled one by one.
+    PREDICTED = "predicted"  # Choices that fit by predicted memory.
+    CORRECTED = "corrected"  # The same, corrected by the memory of compiled programs.
+    SMALLEST = "smallest"  # Choices of least memory, compiled one by one.
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,10 @@ class Solution:
 
     Attributes:
         candidates: the best by prediction, then presets and other promising choices.
-        unraced: reason against each preset that does not race.
+        unraced: ``{preset that does not race: reason}``.
         problem: the searched problem; None for a preset by name.
         counts: counts and seconds of the passes so far.
-        rates: the devices' rates, or None.
+        rates: rates of the devices (compute, memory, collectives); None if not read.
         named: presets and propagated choices among the candidates, with their kernels
             and without rematerialization, by name.
         profiles: the searched profiles; None for a preset by name.
@@ -90,11 +92,11 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted time and memory of a choice; empty if parts were not measured.
+    """Predicted step time and memory of a choice; None if parts were not measured.
 
     Attributes:
-        size: memory on each device. Values that live from the first op to the last
-            count as arguments, also results without a donated argument's place.
+        size: memory of each device. Values that live during the whole step count as
+            arguments, also results that reuse no donated argument.
     """
 
     time_ms: float | None = None
@@ -102,7 +104,7 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> int | None:
-        """All memory that it needs on each device."""
+        """Bytes that the choice needs on each device; None if unknown."""
         return self.size and self.size.peak_bytes
 
 

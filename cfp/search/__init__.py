@@ -1,1 +1,1 @@
-"""Search: which choices are worth measuring, and which of the measured to take."""
+"""Search: selects strategies to measure, and the fastest combination that fits."""

@@ -1,8 +1,8 @@
-"""Choices of segments that are worth measuring: the best by estimate, and presets.
+"""Candidates to measure for segments (runs of blocks): best estimates, presets' parts.
 
-On a mesh of three axes, roles of axes make dozens of presets. Presets with one role for
-all axes stay. Mixed presets stay if they are the best by estimate, and not far slower
-than the best of all.
+Equal segments, such as layers, have one kind. A preset is a named choice for the whole
+program; its part is the choice of one segment. A mesh of three axes has dozens of mixed
+presets: a few with the shortest estimated times stay, unless far slower than the best.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from cfp.profiling.collectives import Rates
 from cfp.search.solver import Assignment, Problem
 from cfp.settings import MIXED_PRESETS, Dimension, Replacing
 
-# Partial choices that a search for the best by estimate goes on with.
+# Partial choices that `ranked_candidates` keeps after each block.
 BEAM_WIDTH = 256
 
 
 def whole_choice(analysis: Analysis, problem: Problem, found: Assignment) -> Choice:
-    """The whole program's choice that a solution stands for."""
+    """Converts a solver's option numbers to strategies of the whole program."""
     frame = analysis.frame
     strategies: dict[int, Strategy] = {}
     storage = [Storage.USED] * len(frame.groups)
@@ -66,7 +66,7 @@ def whole_choice(analysis: Analysis, problem: Problem, found: Assignment) -> Cho
 
 
 def picks_of(analysis: Analysis, problem: Problem, choice: Choice) -> list[int] | None:
-    """A whole program's choice as options of a problem; None if it has not all."""
+    """Returns each segment's option number for a choice; None if one is absent."""
     places = [
         {option.candidate: place for place, option in enumerate(options)}
         for options in problem.options
@@ -83,12 +83,10 @@ def picks_of(analysis: Analysis, problem: Problem, choice: Choice) -> list[int] 
 def preset_parts(
     analysis: Analysis, presets: Iterable[Choice]
 ) -> list[dict[SegmentChoice, Choice]]:
-    """For each kind of segment the parts of presets that concern it, each once.
+    """Returns ``[kind]{part: first preset with it}``, without duplicate parts.
 
-    Equal segments may differ in a preset: what follows the last layer is no layer.
-
-    Returns:
-        For each kind the first preset of each part, by part.
+    Equal segments may have different parts of one preset: the last layer, for example,
+    is followed by another kind of segment.
     """
     found: list[dict[SegmentChoice, Choice]] = [{} for _ in analysis.representatives]
     for choice in presets:
@@ -99,13 +97,12 @@ def preset_parts(
 
 
 def ranked_candidates(estimate: SegmentEstimate, count: int) -> list[SegmentChoice]:
-    """The cheapest choices of a segment by estimate, cheapest first.
+    """Returns the choices of a segment with the shortest estimated times, in order.
 
-    A beam search over the blocks in order: exact where the beam holds every partial
-    choice, and a good approximation otherwise.
+    A beam search over the blocks, exact if the beam holds every partial choice.
 
     Args:
-        count: how many for each way to store its parameters, at most.
+        count: largest number of choices for each storage mode.
     """
     before: dict[int, list[tuple[int, np.ndarray]]] = {}
     for (a, b), matrix in estimate.edge_ms.items():
@@ -138,15 +135,15 @@ def first_candidates(
     others: int,
     per_kind: int | None = None,
 ) -> list[list[SegmentChoice]]:
-    """Selects the first candidates of each kind of segment, and the same with kernels.
+    """Returns the candidates of each kind that are measured before any search.
 
-    These are the parts of presets, and the best by estimate. Of the latter, the best of
-    each storage of parameters come first.
+    All parts of presets come first, then the best by estimate of each storage mode,
+    then the next best. Variants of all these with kernels follow, and do not count.
 
     Args:
-        parts: parts of presets, for each kind.
+        parts: ``[kind]`` parts of presets.
         others: largest number of candidates besides parts of presets.
-        per_kind: largest number in all, at least the parts of presets; None for all.
+        per_kind: largest number, parts of presets included, which all stay; or None.
     """
     every = []
     for kind, (estimate, required) in enumerate(zip(estimates, parts, strict=True)):
@@ -173,11 +170,12 @@ def estimate_kinds(
     fixed: Sequence[Strategy] | None = None,
     modes: Set[Storage] = frozenset(Storage),
 ) -> tuple[SegmentEstimate, ...]:
-    """Estimates the representative of every kind of segment.
+    """Estimates times of one segment of each kind.
 
     Args:
-        fixed: the strategy that every block has; None to choose among all.
-        modes: ways to store parameters to choose among.
+        fixed: one strategy per block of the program, the only ones to estimate; None
+            for all strategies.
+        modes: storage modes of parameters to estimate.
     """
     terms = Terms(analysis.frame, rates)
     segments = analysis.segments
@@ -196,10 +194,11 @@ def estimate_kinds(
 def estimate_among(
     analysis: Analysis, rates: Rates, dimensions: Set[Dimension]
 ) -> tuple[tuple[SegmentEstimate, ...], dict[str, Choice]]:
-    """Estimates every kind, and selects presets, within some kinds of choices.
+    """Estimates every kind, and selects presets, within the dimensions to search.
 
-    Without sharding every block is data parallel; without storage parameters are stored
-    as used. Presets are those of :func:`leading_presets`, with propagated choices.
+    Without `SHARDING`, every block has the plainest preset's strategy (data parallel).
+    Without `STORAGE`, parameters are stored as used. Returns the estimates by kind, and
+    the presets of `leading_presets` by name.
     """
     named, modes, fixed = named_choices(analysis.frame), {*Storage}, None
     if Dimension.STORAGE not in dimensions or not analysis.frame.mesh:
@@ -221,13 +220,13 @@ def leading_presets(
     presets: Mapping[str, Choice],
     reach: float = float("inf"),
 ) -> dict[str, Choice]:
-    """The presets that are worth measuring, in their order.
+    """Selects the presets worth measuring, in the given order.
 
     Args:
-        reach: how many times as long as the best of them one may be estimated to take.
+        reach: largest estimated time, as a multiple of the best preset's.
     """
     total_ms = preset_times(analysis, estimates, presets)
-    # Of a program that only passes on what it got there is nothing to estimate.
+    # A program that only returns its arguments has estimated times of zero.
     best_ms = min(total_ms.values(), default=0.0)
     limit_ms = reach * best_ms if best_ms else float("inf")
     always = {*PRESETS, REPLICATED, *PROPAGATED}
@@ -245,7 +244,7 @@ def preset_times(
     estimates: Sequence[SegmentEstimate],
     presets: Mapping[str, Choice],
 ) -> dict[str, float]:
-    """Estimated step times, in milliseconds, without what moves between segments."""
+    """Returns {name: estimated step time, ms}, without resharding between segments."""
     kinds = [segment.kind for segment in analysis.segments]
     return {
         name: sum(
@@ -260,7 +259,7 @@ def preset_times(
 def kernel_variants(
     analysis: Analysis, kind: int, candidate: SegmentChoice, replacing: Replacing
 ) -> list[SegmentChoice]:
-    """A candidate with kernels in place, in each way that is worth a look."""
+    """Returns variants of a candidate with kernels; empty if it has some already."""
     if candidate.kernels or not replacing.kernels:
         return []
     index = analysis.representatives[kind]
@@ -273,7 +272,7 @@ def kernel_variants(
     where = dict(frame.mesh), replacing.platform
 
     def can(of: Kind, name: str) -> bool:
-        """True if a kernel can compute all sites where it may be."""
+        """True if the kernel fits some sites, and can run there on these devices."""
         every = [of.propose(program, s, name, layout.axes) for s in sites[of.NAME]]
         able = [one for one in every if not isinstance(one, str)]
         return bool(able) and not any(one.refusal(*where) for one in able)

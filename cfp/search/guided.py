@@ -1,20 +1,21 @@
 """Search-guided profiling: measures only candidates that may be in the fastest plan.
 
-Parts of presets come first, and the best by estimate, with kernels if possible. One
-strategy of each kind is also measured as written, unless its kernel is slower
+A candidate is a choice for a segment (a run of blocks; equal segments have one kind).
+The first ones are parts of presets and the best by estimate, with kernels if possible.
+One of each kind is measured without kernels, too, and more if a kernel is slower there
 (docs/decisions.md, "Kernels are measured in place of written attention"). If the
 fastest choice fits in memory, measuring ends: more rounds made no plan faster
 (docs/decisions.md, "Where memory decides, likely strategies are measured next").
 
 Otherwise rounds follow. Unmeasured candidates enter the search with expected costs
 (`expect`), and the picked ones are measured. Rounds end when no candidate is expected
-to make the best plan faster by enough, or at a limit. Estimates leave out hidden
-communication, temporaries, and the cost of rematerializing: each is corrected by the
-median of the kind's measured candidates. On virtual and described devices nothing is
-measured, and estimates alone decide.
+to make the best plan faster by enough, or at the deadline. Estimates leave out hidden
+communication, temporaries, and the cost of rematerializing. `expect` corrects each by
+the median of the kind's measured candidates. Without a measurer, estimates alone decide
+(`estimate_options`), as on virtual and described devices.
 
-Under a budget of time, the parts of one preset after another are measured, the best by
-estimate first. One measurement of each kind is made in any case.
+With a deadline, the parts of one preset after another are measured, the fastest preset
+by estimate first. At least one candidate of each kind is measured in any case.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ def expect(
     measured: Sequence[Option],
     candidates: Iterable[SegmentChoice],
 ) -> list[Option]:
-    """Predicts the costs of candidates for a kind of segment.
+    """Predicts costs of candidates of a kind; measured options return unchanged.
 
     Args:
-        estimate: of the times of all its candidates.
-        measured: its options that were measured.
+        estimate: estimated times of the kind's strategies.
+        measured: options of the kind with measured costs.
     """
     plain = {o.candidate: o for o in measured if not o.candidate.remat}
     again = [o for o in measured if o.candidate.remat]
@@ -87,7 +88,7 @@ def expect(
     slower = _ratio(((o.time_ms, estimated_ms(o.candidate)) for o in as_is), 1.0)
     times_ms = ((o.time_ms, base.time_ms) for o, base in both)
     again_slower = _ratio(times_ms, REMATERIALIZED_TIME_EXPECTED)
-    # The backward pass needs as much, if not from the forward pass on.
+    # The backward pass needs about the same memory, but only while the segment runs.
     needed_again = _ratio(((_needed(o), _needed(base)) for o, base in both), 1.0)
     temps = [o.temp_bytes for o in plain.values()]
 
@@ -140,12 +141,15 @@ def estimate_options(
     replacing: Replacing,
     for_memory: Replacing | None = None,
 ) -> Profiles:
-    """The parts of the presets and the best others, with estimated costs.
+    """Returns profiles of parts of presets and the best others, by estimates alone.
+
+    Rematerialized candidates are added only if the fastest choice may not fit.
 
     Args:
-        presets: choices for the whole program whose parts are options in any case.
-        per_kind: how many others of each kind, at most.
-        replacing, for_memory: what may be replaced, and the same where memory decides.
+        presets: ``{name: choice for the whole program}``.
+        per_kind: largest number of other candidates of each kind.
+        budget_bytes: memory per device; None for no limit.
+        for_memory: allowed kernels if the fastest choice with `replacing` may not fit.
     """
     parts = preset_parts(costs.analysis, presets.values())
 
@@ -186,11 +190,7 @@ def build_problem(
     options: Sequence[Sequence[Option]],
     budget_bytes: int | None,
 ) -> Problem:
-    """The search problem over some options of every kind of segment.
-
-    Args:
-        options: for each kind what may be chosen.
-    """
+    """Makes the search problem over ``[kind]`` options of segments."""
     analysis = costs.analysis
     segments, kinds = analysis.segments, [s.kind for s in analysis.segments]
     candidates = [[option.candidate for option in row] for row in options]
@@ -224,16 +224,17 @@ def measure_candidates(
     budget_bytes: int | None,
     measurer: Measurer,
 ) -> Profiles:
-    """Measures until nothing else is likely to be much better.
+    """Measures candidates in rounds, until no other is likely to be much faster.
 
     Args:
-        per_kind: how many candidates of each kind of segment to measure.
-        others: how many of each kind, of the best by estimate, with the presets'.
-        measurer: measures jobs, or looks them up; jobs without a record stay unknown.
-            With a deadline, jobs that a plan needs are measured all the same.
+        per_kind: largest number of candidates of each kind of segment; the same limit
+            holds for rematerialized ones.
+        others: best candidates by estimate in the first round, besides presets' parts.
+        measurer: measures jobs, or looks them up. It exceeds its deadline until each
+            kind has a measured candidate.
 
     Raises:
-        CfpError: no candidate of some segment could be measured.
+        CfpError: no candidate of some kind could be measured.
     """
     first = maker.first(per_kind, others)
     pairs = _written_twice(maker, first)
@@ -246,10 +247,10 @@ def measure_candidates(
     if all(item.outcome(records) for item in asked):
         more = _needed_as_written(pairs, records)
         records.update(measurer(_jobs(more)) if more and not measurer.is_over else {})
-        # What time was too short for is not asked for, and the rest is decided by.
+        # Requests that the deadline left without records are dropped.
         asked += [item for item in more if item.outcome(records)]
     rounds, tight = [asked], False
-    # What would be asked for next depends on what all of it takes.
+    # A further round needs the records of all requests before.
     while all(item.outcome(records) for item in asked):
         wanted = [item for items in rounds for item in items]
         options = measured_options(maker.costs, wanted, records)
@@ -258,7 +259,7 @@ def measure_candidates(
         if budget_bytes is not None:
             tight |= quickest.memory_bytes > SAFE_MEMORY_SHARE * budget_bytes
         if best and best.cost_ms <= (1.0 + WORTH_HAVING) * quickest.cost_ms:
-            break  # Memory keeps out nothing that is faster.
+            break  # The memory budget excludes no choice that is faster by enough.
         asked = _Round(maker, per_kind, wanted, records, problem).ask()
         if not asked or measurer.is_over:
             break
@@ -276,10 +277,10 @@ def measure_candidates(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Written:
-    """A candidate as written, and the same with kernels.
+    """Requests for a candidate without kernels, and for its variants with kernels.
 
     Attributes:
-        is_reference: True for the candidate of its kind that is measured both ways.
+        is_reference: True if both are measured in the first round; one of each kind.
     """
 
     written: MeasurementRequest
@@ -290,7 +291,7 @@ class _Written:
 def _written_twice(
     maker: RequestBuilder, first: Sequence[MeasurementRequest]
 ) -> list[_Written]:
-    """Candidates with kernels and without; the best by estimate is the reference."""
+    """Pairs requests with their kernel variants; the best by estimate is reference."""
     found = []
     for kind, estimate in enumerate(maker.estimates):
         mine = [item for item in first if item.kind == kind]
@@ -316,19 +317,19 @@ def _written_twice(
 def _needed_as_written(
     pairs: Sequence[_Written], records: Mapping[str, ProfileRecord]
 ) -> list[MeasurementRequest]:
-    """Selects candidates to measure as written, since a kernel of theirs may be slower.
+    """Selects candidates to measure without kernels, too.
 
-    The kernel is slower for the kind's reference, or failed for all of the kind. A
-    kernel that is no slower is no reason: on slow links collectives may hide its gain.
+    Those of kinds whose reference is slower with every kernel, and those whose own
+    kernel variants all failed. A tie selects none: collectives may hide the gain.
     """
 
     def is_no_slower(way: MeasurementRequest, written: MeasurementRequest) -> bool:
-        """Compares both alone and in a pair: sums vary less than differences."""
+        """True unless the kernel is slower, by the sum of times alone and in a pair."""
         if not written.is_measured(records):
             return True
         mine_ms, written_ms = way.pair_ms(records), written.pair_ms(records)
         if mine_ms is None or written_ms is None:
-            mine_ms = written_ms = 0.0  # Without both pairs alone.
+            mine_ms = written_ms = 0.0  # Compares times alone.
         mine_ms += way.alone_ms(records)
         written_ms += written.alone_ms(records)
         return mine_ms <= (1.0 + WORTH_HAVING) * written_ms
@@ -349,9 +350,9 @@ def _needed_as_written(
 def _by_preset(
     maker: RequestBuilder, wanted: Sequence[MeasurementRequest]
 ) -> list[list[MeasurementRequest]]:
-    """Divides requests into the parts of presets, the best preset by estimate first.
+    """Groups requests by preset, the fastest preset by estimate first.
 
-    The best by estimate that are no preset's part come after those of the first.
+    Candidates that are no preset's part form the second group.
     """
     analysis, presets = maker.costs.analysis, maker.presets
     times_ms = preset_times(analysis, maker.estimates, presets)
@@ -372,7 +373,7 @@ def _by_preset(
 def _in_time(
     groups: Sequence[Sequence[MeasurementRequest]], measurer: Measurer
 ) -> dict[str, ProfileRecord]:
-    """Measures group after group until time is over, and some of each kind anyway."""
+    """Measures groups until the deadline; then only kinds without a measurement."""
     wanted = [item for group in groups for item in group]
     missing = {item.kind for item in wanted}
     records: dict[str, ProfileRecord] = {}
@@ -382,7 +383,6 @@ def _in_time(
             if needed or not measurer.is_over:
                 records.update(measurer(_jobs(some), ignore_end=needed))
                 missing -= {item.kind for item in some if item.is_measured(records)}
-    # What is known of the others costs no time.
     return {**measurer.look_up(_jobs(wanted)), **records}
 
 
@@ -392,12 +392,13 @@ def _jobs(wanted: Iterable[MeasurementRequest]) -> list[Job]:
 
 @dataclass(slots=True)
 class _Round:
-    """Selection of candidates to measure in one round.
+    """Selects the candidates to measure in one round.
 
     Attributes:
-        per_kind: largest number for each kind of segment, and as many rematerialized.
-        wanted: earlier requests.
-        asked: requests by kind and candidate, the new ones, too.
+        per_kind: as for `measure_candidates`, over all rounds.
+        wanted: requests of earlier rounds.
+        found: requests of this round.
+        asked: ``[kind]{candidate: request}`` of all rounds.
     """
 
     maker: RequestBuilder
@@ -411,15 +412,15 @@ class _Round:
     def __post_init__(self) -> None:
         self.asked = [{} for _ in self.problem.options]
         for item in self.wanted:
-            # What shares programs with failures may be asked for again.
+            # If a base's job failed, the rematerialized request may be made again.
             base = item.neighbour and item.base
             if not (base and base.has_failed(self.records)):
                 self.asked[item.kind][item.candidate] = item
 
     def ask(self) -> list[MeasurementRequest]:
-        """Selects candidates that will probably make the best plan faster.
+        """Returns requests for candidates that are expected to make the plan faster.
 
-        If nothing will probably fit, it is the leanest, rematerialized.
+        If no choice is expected to fit, requests the leanest choice, rematerialized.
         """
         likely = [*map(self._likely, range(len(self.asked)))]
         best = solve(self.problem)
@@ -427,7 +428,7 @@ class _Round:
         self._propose(likely, (1.0 - WORTH_HAVING) * best_ms)
         if self.found or best:
             return self.found
-        # An error is to name how little would do.
+        # So that the error can name the least memory that suffices.
         costs, lean = self.maker.costs, leanest(self.problem)
         options = self.problem.picked(lean.picks)
         for kind, option in zip(self.problem.kinds, options, strict=True):
@@ -436,7 +437,7 @@ class _Round:
         return self.found
 
     def _likely(self, kind: int) -> list[Option]:
-        """Unmeasured candidates of a kind, with what they will probably cost."""
+        """Returns unmeasured candidates of a kind, with expected costs."""
         measured, asked = self.problem.options[kind], self.asked[kind]
         costs, estimate = self.maker.costs, self.maker.estimates[kind]
         ranked = ranked_candidates(estimate, ROUND_SIZE + len(asked))
@@ -454,7 +455,7 @@ class _Round:
         return expect(costs, kind, estimate, measured, found)
 
     def _propose(self, likely: Sequence[Sequence[Option]], goal_ms: float) -> None:
-        """Adds the search's picks among likely candidates, until none beats a time."""
+        """Adds the solver's picks until no choice takes less than `goal_ms`."""
         measured, budget_bytes = self.problem.options, self.problem.budget_bytes
         while len(self.found) < ROUND_SIZE:
             options = [
@@ -473,15 +474,14 @@ class _Round:
                 self._add(kind, options[kind][i].candidate)
 
     def _may_add(self, kind: int, candidate: SegmentChoice) -> bool:
-        """True if a candidate is new and the round has room.
+        """True if a candidate is new, and `per_kind` is not reached.
 
-        A rematerialized candidate needs the same one without, unless that was
-        requested.
+        A rematerialized candidate counts its base, too, unless that was requested.
         """
         asked = self.asked[kind]
         if candidate in asked:
             return False
-        # What has kernels does not take the place of another strategy.
+        # Variants with kernels do not count.
         plain = sum(not (one.remat or one.kernels) for one in asked)
         again = sum(one.remat for one in asked)
         if candidate.remat and again >= self.per_kind:
@@ -489,7 +489,7 @@ class _Round:
         return candidate.plain in asked or plain < self.per_kind
 
     def _add(self, kind: int, candidate: SegmentChoice) -> None:
-        """Adds what tells the cost of a candidate: itself, and what it is based on."""
+        """Requests a candidate: its base and kernel variants, then rematerialized."""
         if not self._may_add(kind, candidate):
             return
         maker, plain = self.maker, candidate.plain

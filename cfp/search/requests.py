@@ -1,8 +1,8 @@
-"""Requests to measure a segment, their jobs, and the cost that records tell.
+"""Requests to measure segments: their jobs, and costs derived from the jobs' records.
 
-A segment is measured alone and beside a neighbour. A segment of a small share of the
-step is measured alone, since noise would exceed the difference. Whole programs are jobs
-of the same kind.
+A segment (a run of blocks, such as a layer) is measured alone, and together with a
+neighbour. Segments that take a small share of the step are measured alone only: noise
+would exceed the difference. Whole programs are measured by jobs, too.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from cfp.settings import LEAST_ADDED_SHARE, SMALL_SHARE, ConstraintLevel, Replac
 def constraints_of(
     analysis: Analysis, choice: Choice, level: ConstraintLevel
 ) -> Constraints:
-    """The constraints of a whole program's choice."""
+    """Makes the sharding constraints, remat and kernels of a whole program's choice."""
     layout, part = lay_out(analysis.frame, choice), whole(analysis.frame.program)
     return _constrain(analysis, layout, part, choice.remat, choice.kernels, level)
 
@@ -71,8 +71,8 @@ def _constrain(
 ) -> Constraints:
     """Makes the constraints of a part of a program, reduced to a level.
 
-    Includes rematerialization and kernels of segments, by their indices. Operands of a
-    kernel are sharded as the kernel reads them: keys of a ring must not be gathered.
+    `remat` and `kernels` name segments by index. Operands of a kernel are sharded as
+    the kernel reads them: keys of ring attention must not be gathered.
     """
     frame, program = layout.frame, layout.frame.program
     replaced = [
@@ -93,13 +93,13 @@ def _constrain(
     own = {use for reads in kernels_read for use in reads}
     values, uses = constrained.values, dict[tuple[int, int], Spec]()
     if not frame.mesh:
-        # On one device they say nothing, and a step took 3 % longer with them:
+        # On one device they change no sharding, and a step took 3 % longer with them:
         # docs/decisions.md, "Presets race with and without constraints inside".
         values = {}
     elif level is not ConstraintLevel.EVERYTHING:
         shared = () if level is ConstraintLevel.ARGUMENTS else activations(frame)
-        # What the compiler fills in itself begins at these values, and it does not know
-        # which ops read the padding of an uneven one as numbers (a scatter's indices).
+        # The compiler propagates from these values. If one is uneven, ops may read its
+        # padding as numbers (a scatter's indices), so even shardings replace it.
         values = {
             v: even_spec(spec, program.values[v].shape, frame.mesh)
             for v, spec in values.items()
@@ -107,7 +107,7 @@ def _constrain(
         }
         _hold(layout, part, values, uses)
     else:
-        # Of what enters a loop's body no constraint says how it is sharded.
+        # Constraints of values do not cover values that enter a loop's body.
         _hold(layout, part, {}, uses, products=False)
         held = [use for use in uses if program.ops[use[0]].operands[use[1]] in values]
         for use in held:
@@ -131,8 +131,8 @@ def _hold(
 ) -> None:
     """Adds constraints of ops whose shardings the compiler must not choose.
 
-    Products fail on meshes of several axes only. Their operands must agree, while the
-    compiler may spread the sum.
+    Changes `values` and `uses`. Products need them on meshes of several axes only, and
+    for their operands only: the compiler may shard the result's sum.
     """
     program = layout.frame.program
     several = sum(size > 1 for _, size in layout.frame.mesh) > 1
@@ -159,7 +159,11 @@ def part_job(
     environment: Parts,
     label: str,
 ) -> Job:
-    """The job that measures a segment, or neighbouring ones together."""
+    """Makes the job that measures one segment, or adjacent ones together.
+
+    Args:
+        candidates: ``{segment index: its choice}``.
+    """
     layout = layout_of(analysis, candidates)
     ops = sorted(op for index in candidates for op in analysis.segments[index].ops)
     part = cut_part(analysis.frame.program, ops)
@@ -178,10 +182,10 @@ def whole_job(
     level: ConstraintLevel = ConstraintLevel.EVERYTHING,
     options: Mapping[str, str] | None = None,
 ) -> Job:
-    """The job that measures a whole program under a choice, with compiler options."""
+    """Makes the job that measures a whole program under a choice and XLA options."""
     tuned = tuple(sorted((options or {}).items()))
     frame = analysis.frame
-    # A choice needs as much in two programs only if both give up the same memory.
+    # Donation and pins change the memory that a choice needs.
     given = repr((frame.program.alias, sorted(frame.pins.items())))
     digest = hashlib.sha256(given.encode()).hexdigest()
     environment = (
@@ -202,7 +206,7 @@ def whole_job(
 
 
 def _returned(frame: Frame, part: Part) -> Iterator[tuple[int, int, int]]:
-    """Yields inputs and outputs of a part that are an argument and its new value."""
+    """Yields (input, output, argument) indices where a part renews an argument."""
     program = frame.program
     position = {v: i for i, v in enumerate(program.args)}
     places = {v: i for i, v in enumerate(part.outputs)}
@@ -214,7 +218,7 @@ def _returned(frame: Frame, part: Part) -> Iterator[tuple[int, int, int]]:
         if argument is None or output is None:
             continue
         made = output if is_whole else places.get(program.outputs[output])
-        # One value that becomes two arguments goes back into the first.
+        # If one output renews two arguments, it is fed back to the first.
         if made is not None and made not in seen:
             seen.add(made)
             yield place, made, argument
@@ -223,15 +227,15 @@ def _returned(frame: Frame, part: Part) -> Iterator[tuple[int, int, int]]:
 def _job(
     layout: Layout, part: Part, constrained: Constraints, environment: Parts, label: str
 ) -> Job:
-    """The job that measures a part of a program under a layout.
+    """Makes the job that measures a part of a program under a layout.
 
-    Its key has its ops and shardings numbered from its own start: equal layers of
-    different models, or of different depths, have equal keys.
+    The key numbers ops and values from the part's start, so that equal layers of
+    different models, or at different depths, share a record.
     """
     frame, program = layout.frame, layout.frame.program
 
     def even(v: int, spec: Spec | None) -> Spec:
-        """A sharding that arguments and results of a program may have."""
+        """Drops axes that do not divide a dim: jit's arguments need even shardings."""
         shape = program.values[v].shape
         return even_spec(spec or ((),) * len(shape), shape, frame.mesh)
 
@@ -276,38 +280,38 @@ def _job(
     )
 
 
-# Of a plan's counts the strategies for which time was too short.
+# Key of a plan's counts: number of strategies that the deadline left unmeasured.
 UNMEASURED_STRATEGIES = "strategies_unmeasured"
 
 
 @dataclass(frozen=True, slots=True)
 class MeasurementRequest:
-    """A request to measure a candidate of a segment: the jobs that tell its cost.
+    """Request to measure a segment's candidate: its jobs, and its cost from records.
 
-    A segment alone is not what it costs inside a model: its first and last
-    collectives have nothing to hide behind. So it is also measured together with a
-    neighbour, and what that takes alone is subtracted. There are four cases:
+    A segment alone takes longer than inside a model: no other computation hides its
+    first and last collectives. So it is also measured together with a neighbour, and
+    the neighbour's time alone is subtracted. There are four cases:
 
     ======================  ========================  =============================
     candidate               jobs, `own_job` with a *  time
     ======================  ========================  =============================
-    as it is                alone*                    alone
+    without a neighbour     alone*                    alone
     beside a neighbour      alone*, neighbour, pair   pair - neighbour - resharding
     rematerialized          alone*                    base + (alone - base alone)
     rematerialized, beside  base alone, neighbour,    base + (pair - base's pair)
     a neighbour             pair*
     ======================  ========================  =============================
 
-    The second is at least 0.4 of alone, and is alone if the neighbour or the pair
-    failed; what is added to a base is at least 0. All jobs but the base's and the
-    neighbour's are of the rematerialized segment in the last two.
+    The second time is at least 0.4 of alone; if the neighbour or the pair failed, it is
+    alone. The difference that is added to a base is at least 0. "alone" and "pair" of
+    the last two cases run the rematerialized segment.
 
     Attributes:
-        kind, candidate: the choice.
-        jobs: the segment alone, and with a neighbour, that alone, and the pair.
-        neighbour: the neighbour's index among the segments, and its choice, or None.
-        reshard_ms: what resharding between the two takes, which the search adds itself.
-        base: for a candidate that is rematerialized, the same without that; or None.
+        kind: the segment's kind, a number.
+        jobs: the jobs of the table, in its order.
+        neighbour: (segment index, choice) of the neighbour; None without one.
+        reshard_ms: estimated resharding between the two, which the search adds again.
+        base: request of the candidate without rematerialization; None if it has none.
     """
 
     kind: int
@@ -319,20 +323,19 @@ class MeasurementRequest:
 
     @property
     def own_job(self) -> Job:
-        """The job that no other request has: the pair where the first is the base's."""
+        """The job of this candidate alone; if rematerialized, the last job."""
         return self.jobs[-1 if self.base else 0]
 
     def has_failed(self, records: Mapping[str, ProfileRecord]) -> bool:
-        """True if a job failed, alone or together with the neighbour."""
+        """True if any job failed."""
         known = (records.get(job.key.digest) for job in self.jobs)
         return any(record is not None and not record.ok for record in known)
 
     def outcome(self, records: Mapping[str, ProfileRecord]) -> ProfileRecord | None:
-        """Returns the record of the first job, with the memory that it takes alone.
+        """Returns the first job's record; None while any job's record is missing.
 
-        Returns:
-            A failed record if the cost cannot be derived: that of the first job, or of
-            any job if it is rematerialized; None while a record is missing.
+        Returns a failed record if the cost cannot be derived: the first job failed, or
+        any job of a rematerialized candidate.
         """
         found = [records.get(job.key.digest) for job in self.jobs]
         known = [record for record in found if record is not None]
@@ -344,12 +347,12 @@ class MeasurementRequest:
         return failed[0] if failed and (self.base or not known[0].ok) else known[0]
 
     def is_measured(self, records: Mapping[str, ProfileRecord]) -> bool:
-        """True if its cost can be derived."""
+        """True if the candidate's cost can be derived from the records."""
         found = self.outcome(records)
         return found is not None and found.ok
 
     def time_ms(self, records: Mapping[str, ProfileRecord]) -> float:
-        """Computes the time that the segment adds to a step, where it is once."""
+        """Computes the time that one run of the segment adds to a step, ms."""
         if self.base is not None and self.base.is_measured(records):
             return self.base.time_ms(records) + self._more_ms(records)
         alone_ms, pair = self._alone(records).time_ms, self._pair(records)
@@ -357,16 +360,16 @@ class MeasurementRequest:
             return alone_ms
         neighbour, both = pair
         added_ms = both.time_ms - neighbour.time_ms - self.reshard_ms
-        # The noise of two large numbers can make a small segment look free.
+        # Noise of two large times could make a small segment look free.
         return max(added_ms, LEAST_ADDED_SHARE * alone_ms)
 
     def alone_ms(self, records: Mapping[str, ProfileRecord]) -> float:
-        """Computes its time by itself."""
+        """Computes the segment's time without a neighbour, ms."""
         alone_ms = self._alone(records).time_ms
         return alone_ms + self._more_ms(records) if self._pair(records) else alone_ms
 
     def pair_ms(self, records: Mapping[str, ProfileRecord]) -> float | None:
-        """Returns the time together with the neighbour; None if that is unknown."""
+        """Returns the time of the pair, ms; None without a pair, or if it failed."""
         pair = self._pair(records)
         return pair[1].time_ms if pair else None
 
@@ -374,30 +377,30 @@ class MeasurementRequest:
         """Returns the bytes kept from the forward to the backward pass.
 
         Args:
-            least: what it must keep by its program.
+            least: bytes that the backward pass reads, by the program.
         """
         alone_bytes = self._alone(records).temp_bytes
         if (pair := self._pair(records)) is None:
             return min(least, alone_bytes)
         neighbour, both = pair
-        # More than it needs alone would be the neighbour's.
+        # Bytes beyond the segment's own temporaries belong to the neighbour.
         return max(least, min(alone_bytes, both.temp_bytes - neighbour.temp_bytes))
 
     def _alone(self, records: Mapping[str, ProfileRecord]) -> ProfileRecord:
-        """The record of the segment alone, or of its base if it is rematerialized."""
+        """Returns the first job's record."""
         return records[self.jobs[0].key.digest]
 
     def _pair(
         self, records: Mapping[str, ProfileRecord]
     ) -> tuple[ProfileRecord, ProfileRecord] | None:
-        """Returns good records of the neighbour alone and of the pair, or None."""
+        """Returns records of the neighbour and the pair; None unless both are ok."""
         if self.neighbour is None:
             return None
         neighbour, both = (records[job.key.digest] for job in self.jobs[1:])
         return (neighbour, both) if neighbour.ok and both.ok else None
 
     def _more_ms(self, records: Mapping[str, ProfileRecord]) -> float:
-        """Computes the time of rematerializing; 0 where the base is not measured."""
+        """Computes the time that rematerializing adds; 0 without a measured base."""
         base = self.base
         if base is None or not base.is_measured(records):
             return 0.0
@@ -420,11 +423,11 @@ class Profiles:
         costs: costs of segments, by which these presets were selected.
         has_all_presets: True if these are all presets that may fit; otherwise presets
             far behind by estimate are left out.
-        memory_bound: True if memory decides, so that segments may be rematerialized.
-        rounds: requests in order: before any search, and of each search.
-        records: records by key.
-        problem: the search problem by estimates, if estimates decide.
-        counts: numbers of strategies, and seconds of the pass, as plans keep them.
+        memory_bound: True if the fastest choice may not fit in memory.
+        rounds: ``[round]`` requests; the first round precedes any search.
+        records: ``{digest of a job's key: record}``.
+        problem: the search problem if estimates alone decide; otherwise None.
+        counts: numbers of strategies and seconds of the pass, for the plan's counts.
     """
 
     presets: Mapping[str, Choice] = field(repr=False)
@@ -439,15 +442,12 @@ class Profiles:
 
     @property
     def requests(self) -> list[MeasurementRequest]:
-        """All requests, in order."""
+        """Requests of all rounds, in order."""
         return [item for asked in self.rounds for item in asked]
 
     @property
     def failed_kernels(self) -> dict[SegmentKernels, str]:
-        """Kernels that ran in no candidate, each with the first reason.
-
-        Reasons are predicates: ``failed: ...``.
-        """
+        """Kernels that ran in no candidate: ``{kernels: "failed: first reason"}``."""
         failed: dict[SegmentKernels, str] = {}
         ran: set[SegmentKernels] = set()
         for item in self.requests:
@@ -467,8 +467,9 @@ class RequestBuilder:
     """Makes requests to measure candidates of segments.
 
     Attributes:
-        presets: choices whose parts are measured in any case, by name.
-        in_context: whether segments are measured with a neighbour, too.
+        presets: ``{name: choice}``; all their parts are measured.
+        environment: parts of the records' keys that name devices and software.
+        in_context: True to measure segments together with a neighbour, too.
     """
 
     costs: Costs
@@ -479,11 +480,9 @@ class RequestBuilder:
     replacing: Replacing = field(default_factory=Replacing)
 
     def first(self, per_kind: int, others: int) -> list[MeasurementRequest]:
-        """For each kind the parts of the presets, and the best others by estimate.
+        """Makes requests for parts of presets, the best others, and kernel variants.
 
-        Args:
-            per_kind: how many in all, unless the presets have more parts.
-            others: how many besides those of the presets, at most.
+        The arguments are those of `first_candidates`.
         """
         chosen = first_candidates(
             self.costs.analysis,
@@ -505,7 +504,7 @@ class RequestBuilder:
         """Makes the request for a candidate that is not rematerialized.
 
         Args:
-            number: the candidate's among those of the kind, for what progress shows.
+            number: position of the candidate in its kind, for the progress display.
         """
         label = f"segment {kind}: {number}"
         analysis = self.costs.analysis
@@ -517,14 +516,14 @@ class RequestBuilder:
             return MeasurementRequest(kind, candidate, (job,))
         near = min(beside, key=lambda i: segments[i].kind != kind)
         other = segments[near].kind
-        # A twin chooses alike. The neighbour of a preset's part is the same preset's,
-        # and any other's the part of a preset that goes best with it.
+        # A neighbour of the same kind has the same choice. Beside a preset's part, it
+        # has that preset's part; otherwise the preset part with the least resharding.
         options, preset = [*self._parts[other]], self._parts[kind].get(candidate)
         if other == kind:
             options = [candidate]
         elif preset is not None:
             options = [segment_candidate(analysis, near, preset)]
-        # With the kernels that it most likely has in a plan, if any.
+        # The neighbour has the kernels that a plan most likely gives it.
         options = [
             [*kernel_variants(analysis, other, one, self.replacing), one][0]
             for one in options
@@ -532,7 +531,7 @@ class RequestBuilder:
         [moves] = self.costs.reshardings_ms(index, near, [candidate], options)
         ways = zip(moves, options, strict=True)
         reshard_ms, neighbour = min(ways, key=lambda way: way[0])
-        reshard_ms /= segments[index].repeat  # What is measured runs once.
+        reshard_ms /= segments[index].repeat  # The pair runs once.
         alone = self._alone(analysis.representatives[other], neighbour)
         alone = replace(alone, label=label)
         picks = {index: candidate, near: neighbour}
@@ -548,7 +547,7 @@ class RequestBuilder:
 
     @cached_property
     def _shares(self) -> list[float]:
-        """Shares of a step that kinds of segments are estimated to take."""
+        """``[kind]`` estimated share of the step's time, 0 to 1."""
         counts = Counter(segment.kind for segment in self.costs.analysis.segments)
         times_ms = [
             counts[kind] * min(c.estimate_ms for c in ranked_candidates(estimate, 1))
@@ -559,12 +558,12 @@ class RequestBuilder:
 
     @cached_property
     def _alone(self) -> Callable[[int, SegmentChoice], Job]:
-        """The job of a segment alone, by its index: many have one neighbour."""
+        """Cached maker of single segments' jobs; many requests share a neighbour."""
         analysis, environment = self.costs.analysis, self.environment
 
         def alone(index: int, candidate: SegmentChoice) -> Job:
             job = part_job(analysis, {index: candidate}, environment, "")
-            # How parameters are stored makes few kernels.
+            # Storage modes change few kernels, so they are not in the key.
             return replace(
                 job, kernels=(index, candidate.strategies, candidate.kernels)
             )
@@ -579,12 +578,12 @@ def rematerialize(
     label: str,
     records: Mapping[str, ProfileRecord],
 ) -> MeasurementRequest:
-    """A candidate with its forward pass rematerialized, and what tells its cost.
+    """Makes the request for a candidate with its forward pass rematerialized.
 
-    The neighbour's tells what it keeps then, which may be more than it has to: the
-    compiler need not see a way to free the rest. While it runs it needs about what
-    the base does: 0.89 to 1.14 times as much, of eleven segments on 2 H200. Without a
-    neighbour, or where the base failed with or without it, it is measured alone.
+    The pair shows the bytes kept between the passes: the compiler may keep more than
+    necessary. Memory while running is taken from `base`, the request without
+    rematerialization: on 2 H200, eleven segments needed 0.89 to 1.14 times as much.
+    Without a neighbour, or if a job of the base failed, it is measured alone.
     """
     index = analysis.representatives[base.kind]
     candidate = replace(base.candidate, remat=True)
@@ -594,7 +593,7 @@ def rematerialize(
     near, neighbour = base.neighbour
     picks = {index: candidate, near: neighbour}
     together = part_job(analysis, picks, environment, f"{label}, in context")
-    # They share most kernels, which are then tried out once.
+    # Built last: kernels that it shares with the other jobs are then tuned already.
     together = replace(together, is_last=True)
     jobs = (*base.jobs[:2], together)
     return replace(base, candidate=candidate, jobs=jobs, base=base)
@@ -606,17 +605,16 @@ def measured_options(
     records: Mapping[str, ProfileRecord],
     alone: bool = False,
 ) -> list[list[Option]]:
-    """Lists the measured candidates of each kind of segment.
+    """Returns ``[kind]`` options with measured costs.
 
-    Candidates as written whose kernel variant alone was measured get the median
-    difference of others of the kind.
+    Candidates without kernels may be derived from measured kernel variants, by the
+    median difference in other pairs of the kind.
 
     Args:
-        wanted: the requests.
-        alone: True takes the times of segments alone.
+        alone: True for times of segments alone, not of pairs.
 
     Raises:
-        CfpError: no candidate of some segment could be measured.
+        CfpError: no candidate of some kind could be measured.
     """
     options: list[list[Option]] = [[] for _ in costs.analysis.representatives]
     reasons: dict[int, str] = {}
@@ -631,7 +629,7 @@ def measured_options(
             options[item.kind].append(
                 Option(
                     candidate=item.candidate,
-                    # It was measured with all of its state on the devices.
+                    # Measured with all state on the devices: host transfers are added.
                     time_ms=costs.step_ms(item.kind, item.candidate, once_ms)
                     + costs.host_ms(item.kind, item.candidate),
                     state_bytes=least.state_bytes,
@@ -651,7 +649,7 @@ def measured_options(
 
 
 def _as_written(costs: Costs, kind: int, known: Sequence[Option]) -> list[Option]:
-    """Derives options as written from the same options with kernels."""
+    """Derives options without kernels from measured options with kernels."""
     there = {one.candidate: one for one in known if not one.candidate.remat}
     with_kernels = [one for one in there.values() if one.candidate.kernels]
     pairs = [
@@ -678,7 +676,7 @@ def _as_written(costs: Costs, kind: int, known: Sequence[Option]) -> list[Option
         residual_bytes = one.residual_bytes + more(lambda o: o.residual_bytes)
         derived[candidate] = Option(
             candidate=candidate,
-            # The kernel was not slower by enough to matter: less than 0 is noise.
+            # A kernel slower by enough is measured both ways: less than 0 is noise.
             time_ms=one.time_ms + max(0.0, more(lambda option: option.time_ms)),
             state_bytes=least.state_bytes,
             residual_bytes=max(least.residual_bytes, round(residual_bytes)),

@@ -1,11 +1,12 @@
 """Finds the fastest choice that fits: dynamic programming along the chain of segments.
 
-Segments are decided from first to last, as in CFP. A *partial choice* has decided the
-first segments. Later segments depend only on its last pick (for the next resharding),
-its cost, and under a budget its kept memory and its peak. A value may pass further than
-to the next segment. It is *open* from its maker to its last reader, and later segments
-depend on its maker's *class*: options of a maker that reshard alike. Most makers have a
-few classes. Nested skips, as in a U-net, have several open values at once.
+A segment is a run of blocks, such as a layer; a choice has one option per segment. The
+memory budget is in bytes per device. A *partial choice* picks options for the first
+segments. Later segments depend on its last pick (for the next resharding), its cost,
+and under a budget its kept memory and its peak. Some values have readers beyond the
+next segment. Such a value is *open* from its maker to its last reader. Later costs
+depend on its maker's *class*: the maker's options with equal resharding costs. Most
+makers have a few classes. Nested skips, as in a U-net, are several open values at once.
 
 Two partial choices compare if all later costs are the same after both. A partial choice
 stays if no other is better in cost, kept memory and peak (arXiv 2504.00598 compares the
@@ -13,18 +14,16 @@ cost alone, and has no budget). A partial choice is dropped if a lower bound sho
 it cannot end below a cost limit. The limit starts a little above the bound for the
 whole program, and rises until a choice ends below it. The bounds:
 
-- The least cost of the segments behind a pick is a shortest path, computed from last to
-  first. Without a budget, and if no value passes further, this bound is exact.
-- Under a budget every byte of state and of residuals gets a price in ms, and the whole
-  budget is worth as much. A choice that fits costs no more at any price, so the
-  shortest path at a price is a bound, too (Lagrangian relaxation).
-- A value that passes further counts with its least cost for the reader.
+- The least cost of the segments after a pick is a shortest path, computed from last to
+  first. Without a budget and without open values, this bound is exact.
+- Under a budget, each byte of state and of residuals gets a price in ms, and the price
+  of the whole budget is subtracted. For a choice that fits, the sum is at most its
+  cost. So the shortest path at any price is a bound, too (Lagrangian relaxation).
+- An open value counts with its least cost for each reader.
 
-The result is exact, unless values pass further and more than `MOST_STATES` partial
-choices remain. Then the most promising ones stay, and if none of these fits, values
-that pass further are ignored.
-
-`Problem` is pure data, and so is its solution, `Assignment`.
+The result is exact, unless values are open and more than `MOST_STATES` partial choices
+remain. Then those with the lowest bounds stay. If none of them fits, the search repeats
+without the costs of open values.
 """
 
 from __future__ import annotations
@@ -44,10 +43,13 @@ from cfp.program.graph import searched_once
 class Option:
     """A choice for a kind of segment with its cost, measured or expected.
 
+    Bytes are per device.
+
     Attributes:
-        time_ms: what the segment adds to a step.
+        time_ms: time that the segment adds to a step.
+        state_bytes: parameters and optimizer state.
         residual_bytes: values kept from the forward to the backward pass.
-        temp_bytes: the most that the segment needs besides, while it runs.
+        temp_bytes: peak of further memory while the segment runs.
     """
 
     candidate: SegmentChoice
@@ -64,19 +66,19 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Pick one option for every segment.
+    """Input of `solve`: options of segments, costs between them, a memory budget.
 
     Attributes:
-        kinds: for each segment its kind.
-        options: for each kind its options.
-        edge_ms: for a pair of kinds that follow each other, ``[option][option]``
-            milliseconds to reshard what passes between them.
-        far_ms: the same for two places that do not follow each other, the first before
-            the second: tied weights, skips, what a decoder reads of an encoder.
-        fixed_ms: time that every choice takes, beside that of its segments.
-        fixed_bytes: memory that every choice needs.
-        kept: for each kind the indices of the options that may be picked, or None if
-            all may.
+        kinds: ``[segment]`` its kind; equal segments have one kind.
+        options: ``[kind]`` its options.
+        edge_ms: ``{(kind, next kind): [option][option]}``, milliseconds to reshard
+            values between adjacent segments.
+        far_ms: ``{(segment, later segment): [option][option]}``, the same for segments
+            that are not adjacent: tied weights, skips, encoder outputs.
+        fixed_ms: time of a step outside segments.
+        fixed_bytes: memory outside segments.
+        budget_bytes: largest memory per device; None for no limit.
+        kept: ``[kind]`` indices of the options that may be picked; None for all.
     """
 
     kinds: tuple[int, ...]
@@ -92,18 +94,18 @@ class Problem:
     looked_for: dict[Any, Any] = field(init=False, default_factory=dict, compare=False)
 
     def with_options(self, change: Callable[[Option], Option]) -> Problem:
-        """The problem with something else in the place of each option."""
+        """Returns the problem with `change` applied to each option."""
         return replace(
             self, options=tuple(tuple(map(change, row)) for row in self.options)
         )
 
     def picked(self, picks: Sequence[int]) -> list[Option]:
-        """The options that one index per segment stands for."""
+        """Returns the picked option of each segment."""
         pairs = zip(self.kinds, picks, strict=True)
         return [self.options[kind][pick] for kind, pick in pairs]
 
     def cost_ms(self, picks: Sequence[int]) -> float:
-        """The predicted time of one option index per segment."""
+        """Computes the predicted step time of one option index per segment, ms."""
         total = sum((option.time_ms for option in self.picked(picks)), self.fixed_ms)
         for i in range(len(picks) - 1):
             matrix = self.edge_ms.get((self.kinds[i], self.kinds[i + 1]))
@@ -118,11 +120,10 @@ class Problem:
         return sum(option.state_bytes for option in self.picked(picks))
 
     def memory_bytes(self, picks: Sequence[int]) -> int:
-        """Computes the predicted peak.
+        """Computes the predicted peak, bytes per device.
 
-        State is there all the time. A segment's residuals live from its forward pass to
-        its backward pass, so a segment runs beside the residuals of all segments before
-        it.
+        State lives during the whole step. A segment's residuals live from its forward
+        pass to its backward pass, so a segment runs beside all earlier residuals.
         """
         kept = peak = 0
         for option in self.picked(picks):
@@ -131,13 +132,13 @@ class Problem:
         return self.fixed_bytes + self.state_bytes(picks) + peak
 
     def fits(self, picks: Sequence[int]) -> bool:
-        """True if a choice stays within the budget."""
+        """True if a choice stays within the budget, or there is no budget."""
         return self.budget_bytes is None or (
             self.memory_bytes(picks) <= self.budget_bytes
         )
 
     def solution(self, picks: Sequence[int]) -> Assignment:
-        """A choice with what it costs."""
+        """Returns the picks with their time and memory."""
         return Assignment(
             picks=tuple(picks),
             cost_ms=self.cost_ms(picks),
@@ -145,25 +146,26 @@ class Problem:
         )
 
     def among(self, kept: Sequence[Sequence[int]]) -> Problem:
-        """Returns the problem with some of the options only.
+        """Returns the problem in which only some options may be picked.
 
         Args:
-            kept: for each kind the indices of the allowed options. Options keep their
-                numbers, so that picks mean the same in both problems.
+            kept: ``[kind]`` indices of the allowed options. Options keep their indices,
+                so that picks mean the same in both problems.
         """
         return replace(self, kept=tuple(map(tuple, kept)))
 
     def allowed(self, kind: int) -> Sequence[int]:
-        """The indices of the options of a kind that may be picked."""
+        """Indices of the options of a kind that may be picked."""
         return range(len(self.options[kind])) if self.kept is None else self.kept[kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """The outcome of a solver.
+    """A choice, with its predicted cost.
 
     Attributes:
-        picks: the option index for each segment.
+        picks: ``[segment]`` option index.
+        cost_ms: its predicted step time.
         memory_bytes: its predicted peak memory on each device.
     """
 
@@ -173,7 +175,7 @@ class Assignment:
 
 
 def scale_memory(problem: Problem, factor: float) -> Problem:
-    """The problem as if all memory that is no state were so many times as much."""
+    """Multiplies the residual and temporary bytes of all options by a factor."""
 
     def scaled(option: Option) -> Option:
         return replace(
@@ -185,10 +187,10 @@ def scale_memory(problem: Problem, factor: float) -> Problem:
     return problem.with_options(scaled)
 
 
-# Costs that differ by less, of the cost, are the same sum in another order.
+# Costs with a smaller relative difference may be equal sums in another order.
 ROUNDING = 1e-12
-# At a price at which all bytes cost so many times what the step takes, or more, costs
-# would be lost in rounding.
+# Largest ratio of the budget's price to the step's cost. At higher prices, rounding
+# would hide differences of cost.
 _STEEPEST = 1e6
 
 
@@ -203,10 +205,10 @@ class SegmentArrays(NamedTuple):
         edge_ms: ``[option before][option]`` milliseconds of resharding from the segment
             before; one row of zeros for the first segment.
         alike: for each option a number, equal for options with equal next reshardings.
-        far_ms: by maker, cost of values from further away: ``[its class][option]``.
-        last_of: makers whose values have their last reader here.
-        classes: class of each option as a maker; None if no value passes further.
-        least_ms: time of each option, with the least cost of values from further away.
+        far_ms: ``{maker: [maker's class][option]}``, resharding of open values, ms.
+        last_of: makers (segment indices) whose open values have their last reader here.
+        classes: class of each option as a maker; None if the segment makes none.
+        least_ms: time of each option, with the least resharding of open values.
     """
 
     time_ms: np.ndarray
@@ -222,10 +224,10 @@ class SegmentArrays(NamedTuple):
 
 
 class Chain:
-    """A problem's segments, with the options that may be picked.
+    """A problem as arrays of allowed options, with lower bounds of its cost.
 
     Attributes:
-        room: the budget without what every choice needs; None if there is no budget.
+        room: bytes of the budget that are left for segments; None without a budget.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -236,19 +238,18 @@ class Chain:
         self.room = None if budget is None else budget - problem.fixed_bytes
 
     def numbered(self, picks: Sequence[int]) -> list[int]:
-        """Converts picks of allowed options to numbers among all options."""
+        """Converts indices among allowed options to indices among all options."""
         pairs = zip(self._kinds, picks, strict=True)
         return [self._allowed[kind][pick] for kind, pick in pairs]
 
     def to_go_ms(self, price: float) -> list[np.ndarray]:
-        """Computes lower bounds of the cost to go, with a price on held bytes.
+        """Computes lower bounds of later segments' cost, with a price on held bytes.
 
-        The bound is exact if no value passes further than to the next segment.
+        Exact if no value is open. `price` is in ms per byte.
 
         Returns:
-            For each number of decided segments an array over the options of the last
-            one;
-            for no decided segment a number.
+            ``[number of decided segments][option of the last one]``; the first array
+            has a single number.
         """
         to_go = np.zeros(len(self.segments[-1].time_ms) if self.segments else 1)
         found = [to_go]
@@ -259,9 +260,9 @@ class Chain:
         return found[::-1]
 
     def fastest(self, price: float = 0.0) -> list[int]:
-        """Finds the fastest choice without a budget, with a price on held bytes.
+        """Finds the choice of least cost, with a price on held bytes, without a budget.
 
-        Values that pass further count as in the bound.
+        Open values count with their least cost.
         """
         picks, last = [], 0
         for segment, to_go in zip(self.segments, self.to_go_ms(price)[1:], strict=True):
@@ -271,23 +272,23 @@ class Chain:
         return picks
 
     def least_ms(self, price: float) -> float:
-        """Computes a lower bound of the cost of choices that fit.
+        """Computes a lower bound of the cost of choices that fit, ms.
 
         Args:
-            price: of a byte, in ms; any is right, some bound better than others.
-                Without a budget it does not matter.
+            price: ms per byte. Every price gives a valid bound; `best_price` finds the
+                largest. Ignored without a budget.
         """
         if self.room is None:
             price = 0.0
         return float(self.to_go_ms(price)[0][0]) - price * (self.room or 0)
 
     def best_price(self) -> float:
-        """Finds the price of the largest bound: 0 if memory does not matter.
+        """Finds the price (ms per byte) of the largest bound; 0 if the fastest fits.
 
-        The cost of a choice is a line over the price, and the bound is the lowest line.
-        Its maximum lies between a choice that holds too much and one that fits. The
-        price at which both cost the same is tried, and the choice that is cheaper there
-        replaces one of them, until no choice is cheaper.
+        A choice's cost at a price is a line over the price. The bound at a price is the
+        lowest line. Its maximum lies where two lines cross: one of a choice that holds
+        too much, one of a choice that fits. A cheaper choice at the crossing replaces
+        one of the two, until no choice is cheaper.
         """
         if self.room is None:
             return 0.0
@@ -315,20 +316,20 @@ class Chain:
 
 
 class _Line(NamedTuple):
-    """The bound on a choice's cost as a line: its cost and the bytes that it holds."""
+    """A choice's cost as a line over the price of a byte."""
 
     cost_ms: float
     held: int
 
     def at(self, price: float) -> float:
-        """Returns the cost with bytes at a price."""
+        """Returns the cost, ms, with held bytes at a price."""
         return self.cost_ms + price * self.held
 
 
 def _arrays(
     problem: Problem, allowed: Sequence[Sequence[int]]
 ) -> Iterator[SegmentArrays]:
-    """The segments of a problem with the options that are allowed."""
+    """Yields each segment's arrays over its allowed options."""
     kinds = problem.kinds
 
     def matrix(a: int, b: int, rows: Sequence[Sequence[float]]) -> np.ndarray:
@@ -381,32 +382,32 @@ def _arrays(
 
 
 def _equal_rows(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first index of each different row, and each row's number."""
+    """Returns the first row index of each class of equal rows, and each row's class."""
     _, firsts, numbers = np.unique(
         matrix, axis=0, return_index=True, return_inverse=True
     )
     return firsts, numbers.ravel()
 
 
-# Of more partial choices the best by bound stay: a dozen nested skips have millions.
+# Largest number of partial choices after a segment with open values. A dozen nested
+# skips would have millions.
 MOST_STATES = 50_000
-# How far above the bound to look first, of the bound; and how to go on.
+# First cost limit above the bound, relative to the bound, and its growth per search.
 _FIRST_SLACK = 2.5e-4
 _MORE_SLACK = 2.0
-# So few partial choices are compared each with each.
+# Largest number of partial choices that are compared pairwise.
 _FEW_ROWS = 128
 _BEFORE = np.triu(np.ones((_FEW_ROWS, _FEW_ROWS), bool), 1)
 
 
 @searched_once
 def solve(problem: Problem) -> Assignment | None:
-    """The cheapest choice that fits, or None if none does.
+    """Returns the choice of least cost that fits; None if no choice fits.
 
-    Within a budget it is, of several that cost the same, the one that needs the least
-    memory.
+    Of choices with equal cost, a budget selects the one of least memory.
     """
     budget = problem.budget_bytes
-    # To find that out by the search would take trying all choices.
+    # The search below would have to try all choices to find that none fits.
     if budget is not None and leanest(problem).memory_bytes > budget:
         return None
     chain = Chain(problem)
@@ -419,25 +420,22 @@ def solve(problem: Problem) -> Assignment | None:
         picks, is_all = _walk(chain, least + slack, price)
         if picks is not None:
             return problem.solution(picks)
-        if is_all:  # As something fits, it was among too many states.
+        if is_all:  # A choice fits, but `MOST_STATES` dropped it.
             near = solve(replace(problem, far_ms={}))
             return near and problem.solution(near.picks)
         slack = slack * _MORE_SLACK or 1.0
 
 
 def fastest(problem: Problem) -> Assignment:
-    """The cheapest choice, whatever memory it needs."""
+    """Returns the choice of least cost, ignoring the budget."""
     found = solve(replace(problem, budget_bytes=None))
     assert found is not None, "everything fits"
     return found
 
 
 def leanest(problem: Problem) -> Assignment:
-    """Finds the choice of least memory, whatever the budget and the time.
-
-    Its memory is the smallest budget in which any choice fits.
-    """
-    # Any choice says what is enough: the one with the least state and residuals, here.
+    """Returns the choice of least peak memory, ignoring the budget and time."""
+    # Memory of any choice is enough; least state and residuals give a close start.
     least = [
         min(problem.allowed(kind), key=lambda number, row=row: row[number].held_bytes)
         for kind, row in enumerate(problem.options)
@@ -451,14 +449,15 @@ def leanest(problem: Problem) -> Assignment:
 
 
 class _Partials(NamedTuple):
-    """Partial choices, as columns.
+    """Partial choices, one per row.
 
     Attributes:
         cost_ms: time, resharding included.
-        kept: state and residuals of all segments, in bytes.
-        peak: state of all, and the largest need of a running segment.
-        before: row of the partial choice that is one segment shorter.
-        open: by maker the class of a value with later readers.
+        kept: bytes of state and residuals of decided segments.
+        peak: largest bytes so far: state, earlier residuals, and a running segment.
+        pick: option of the last decided segment.
+        before: row of the same choice in the stage one segment shorter.
+        open: ``{maker: class}`` of open values.
     """
 
     cost_ms: np.ndarray
@@ -480,16 +479,16 @@ class _Partials(NamedTuple):
 
 
 def _walk(chain: Chain, most_ms: float, price: float) -> tuple[list[int] | None, bool]:
-    """The cheapest choice that fits and costs no more; of several the leanest.
+    """Finds the choice of least cost that fits and costs at most `most_ms`.
 
     Args:
-        price: of a byte, in ms, for bounds.
+        price: ms per byte, for lower bounds.
 
     Returns:
-        The choice, or None, and whether no partial choice was left out for its cost.
+        The picks, or None; and True if no partial choice was dropped for its cost.
     """
     free, priced = chain.to_go_ms(0.0), chain.to_go_ms(price)
-    # State of the segments that are still to come, at least.
+    # Least state of the later segments.
     state = sum(int(segment.state.min()) for segment in chain.segments)
     zero = np.zeros(1, np.int64)
     now, is_all = _Partials(np.zeros(1), zero, zero, zero, zero, {}), True
@@ -506,7 +505,7 @@ def _walk(chain: Chain, most_ms: float, price: float) -> tuple[list[int] | None,
         bound = now.cost_ms + to_go
         rows = np.flatnonzero(bound <= most_ms)
         is_all = is_all and len(rows) == len(bound)
-        # To compare far more than may stay takes long.
+        # Comparing takes long, so the worst bounds are dropped before.
         rows = _lowest(rows, bound, 4 * MOST_STATES) if now.open else rows
         rows = rows[_unbeaten(now.take(rows), segment, chain.room is not None)]
         rows = _lowest(rows, bound, MOST_STATES) if now.open else rows
@@ -524,14 +523,14 @@ def _walk(chain: Chain, most_ms: float, price: float) -> tuple[list[int] | None,
 
 
 def _lowest(rows: np.ndarray, bound: np.ndarray, count: int) -> np.ndarray:
-    """Returns the rows with the lowest bounds, at most so many."""
+    """Returns at most `count` rows, those with the lowest bounds."""
     if len(rows) <= count:
         return rows
     return rows[np.argsort(bound[rows], kind="stable")[:count]]
 
 
 def _grow(now: _Partials, i: int, segment: SegmentArrays) -> _Partials:
-    """All partial choices with every option of segment i."""
+    """Extends each partial choice with each option of segment i."""
     cost = now.cost_ms[:, None] + segment.time_ms
     for maker, far_ms in segment.far_ms.items():
         cost = cost + far_ms[now.open[maker]]
@@ -548,7 +547,7 @@ def _grow(now: _Partials, i: int, segment: SegmentArrays) -> _Partials:
 def _unbeaten(
     now: _Partials, segment: SegmentArrays, counts_memory: bool
 ) -> np.ndarray:
-    """Selects rows that no comparable row beats; without a budget the cheapest."""
+    """Selects rows that no comparable row beats: by cost, and memory if it counts."""
     state = segment.alike[now.pick]
     for classes in now.open.values():
         both = state * (int(classes.max(initial=0)) + 1) + classes
@@ -556,8 +555,8 @@ def _unbeaten(
     if not counts_memory:
         order = np.argsort(now.cost_ms, kind="stable")
         return order[np.unique(state[order], return_index=True)[1]]
-    # Moved apart, one of two states has more of the first, the other of the second:
-    # only rows of the same state beat each other.
+    # Shifting `kept` up and `peak` down by the state's number keeps rows of different
+    # states from beating each other.
     apart = state * (int(now.peak.max(initial=0)) + 1)
     kept, peak = now.kept + apart, now.peak - apart
     order = np.lexsort((peak, kept, now.cost_ms))
@@ -565,14 +564,14 @@ def _unbeaten(
 
 
 def _minimal(kept: np.ndarray, peak: np.ndarray) -> np.ndarray:
-    """The rows that have less of one or the other than each row before them."""
+    """Selects rows that have less `kept` or less `peak` than each earlier row."""
     if len(kept) <= _FEW_ROWS:
         before = _BEFORE[: len(kept), : len(kept)]
         beats = before & (kept[:, None] <= kept) & (peak[:, None] <= peak)
         return np.flatnonzero(~beats.any(axis=0))
     half = len(kept) // 2
     first = _minimal(kept[:half], peak[:half])
-    # For each of the second half the lowest peak of those that keep no more.
+    # For each row of the second half: the lowest peak in the first, at no more `kept`.
     by_kept = first[np.argsort(kept[first], kind="stable")]
     lowest = np.minimum.accumulate(peak[by_kept])
     count = np.searchsorted(kept[by_kept], kept[half:], side="right")

@@ -163,7 +163,7 @@ def test_the_list_says_what_is_missing_and_why(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     assert command.main(["--list", "--only-run", "gpt_attention,swiglu"]) == 0
     out = capsys.readouterr().out
-    assert "it runs on NVIDIA GPUs" in out and "layer_norm" not in out
+    assert "it needs NVIDIA GPUs" in out and "layer_norm" not in out
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])

@@ -1,10 +1,10 @@
-"""Steps between contractions, on arrays whose dims are named: rule 3.
+"""Steps of an attention's passes, as NumPy ops on arrays with named dims (rule 3).
 
-The search starts at the contractions that read scores or weights. It goes back to the
-contractions that make their operands, and to further inputs. By sharding rules each dim
-is the same on both sides of an op, so that only sums over keys combine positions.
-Arrays have one dim for each letter; transposing, reshaping or repeating them is no
-step. The steps run on a few positions, which stand for all.
+A step is an op of a pass. The search starts at contractions that read scores or
+weights. It goes back to the operands of contractions, and to sides (masks, biases and
+factors). Sharding rules tell which dims of operands and results are the same, so that
+only sums over keys combine positions. Arrays have one dim for each letter; transposes,
+reshapes and broadcasts compute nothing. A proof runs the steps on a few positions.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from cfp.program.graph import Op, numpy_dtype, reached
 from cfp.program.replace import Different, Use
 from cfp.program.rules import Dims
 
-# What the dims of a tensor run over: "b0", "b1"... batch and heads, "q0", "q1"...
-# queries and groups of heads, "k" keys, "d" and "e" the features of keys and of values;
-# "n" draws of random numbers.
+# Letters, the names of dims: "b0", "b1"... batch and heads; "q0", "q1"... queries and
+# groups of heads; "k" keys; "d" and "e" features of keys and of values; "n" draws of
+# random numbers.
 ORDER = ("n", "b0", "b1", "b2", "b3", "q0", "q1", "q2", "q3", "k", "d", "e")
 KEYS = ORDER.index("k")
-# What a result's contraction reads, and the letter of what this has besides.
+# The other operand of a result's contraction, and the letter of its own dim.
 _OTHER = {"out": "v", "dq": "k", "dk": "q", "dv": "dout"}
 _FREE = {"out": "e", "dv": "e", "dq": "d", "dk": "d"}
 _GRADIENTS = ("dq", "dk", "dv")
 _MERGED = "a reshape merges or splits dims of the scores"
 _MIXED = "dims of a contraction or a mask are mixed up"
 
-Key = tuple[int, Letters]  # a value's number, and what its dims run over
-Arg = Key | float | int  # an operand or side, a constant, a step
-_Places = tuple[int, ...]  # what dims run over, as long as it has no letters; or 0
-_Reader = tuple[Op, int, Node, _Places]  # an operand that is no step
+Key = tuple[int, Letters]  # A value's number, and names of its dims.
+Arg = Key | float | int  # An operand or side; a constant; a step's number.
+_Places = tuple[int, ...]  # Dims' numbers before they have letters; 0 for size 1.
+_Reader = tuple[Op, int, Node, _Places]  # An operand that is not computed by a step.
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A value by the op that reads or makes it, and what its dims run over."""
+    """A value, its reader (op, operand number) or maker (op, -1), and dims' letters."""
 
     value: int
     use: Use
@@ -60,10 +60,11 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An op, by what it reads.
+    """An op of a pass.
 
     Attributes:
-        sums: whether it is the sum, or the largest, along keys.
+        args: operands: keys of inputs, constants, or numbers of steps.
+        sums: True if the op is a sum or maximum over keys.
     """
 
     op: Op
@@ -77,9 +78,9 @@ class Side:
     """A mask, bias or factor that is read between contractions.
 
     Attributes:
-        node: the value, before it is repeated or turned.
-        letters: what its dims run over.
-        reads: in the bodies of all passes, of the smallest last.
+        node: the value, before broadcasts and transposes.
+        letters: names of its dims.
+        reads: its uses in the bodies of all passes; the smallest tensor comes last.
     """
 
     node: Node
@@ -91,14 +92,15 @@ class Steps:
     """All steps of a region.
 
     Attributes:
-        found: by number, each behind its operands.
+        found: steps by number; operands come before their users.
+        sides: masks, biases and factors by key.
     """
 
     def __init__(self, region: Region) -> None:
-        """Follows what contractions read.
+        """Collects the steps of a region's contractions, and names all dims.
 
         Raises:
-            Different: an op is not of the list, or dims are not what they were.
+            Different: an op is not provable, or dims cannot be named.
         """
         self.region, self.values = region, region.values
         self.program = region.program
@@ -123,7 +125,7 @@ class Steps:
     # -- what dims run over ------------------------------------------------------------
 
     def _of(self, op: Op, v: int, dims: Dims, known: dict[int, int]) -> _Places:
-        """Returns places of a tensor's dims, by an op's factors; more become known."""
+        """Numbers of a tensor's dims, by an op's factors; fills `known`."""
         found, sizes = list[int](), op.known_rule.sizes
         for size, factors in zip(self.program.shape(v), dims, strict=True):
             large = [f for f in factors if sizes[f] > 1 and size > 1]
@@ -133,7 +135,7 @@ class Steps:
         return tuple(found)
 
     def _give(self, node: Node, places: _Places) -> int:
-        """Has the dims of a step run over the same, wherever it is read."""
+        """Registers a step, and identifies its dims among all readers."""
         self._nodes[number := self.values.number(node)] = node
         known = self._places.setdefault(number, places)
         for one, other in zip(known, places, strict=True):
@@ -141,7 +143,7 @@ class Steps:
         return number
 
     def _letters(self, places: _Places, other: str = "") -> Letters:
-        """Letters of dims; `other` of those that scores lack, if it is given."""
+        """Letters of numbered dims; dims that scores lack get `other`, if given."""
         same, names = self._same, self._names
         found = [names.get(same.find(x), other) if x else "" for x in places]
         if len({*found} - {""}) < sum(map(bool, places)):
@@ -149,7 +151,7 @@ class Steps:
         return tuple(found)
 
     def _named(self) -> dict[object, str]:
-        """Names what the dims of scores run over: sequences or heads, queries, keys."""
+        """Names the dims of scores: batch or heads, queries, keys."""
         region, names = self.region, dict[object, str]()
         made = [self._places[n] for n, op in self._order.items() if op is region.scores]
         for places in zip(*made, strict=True):
@@ -157,7 +159,7 @@ class Steps:
                 self._same.union(one, places[0])
         keys = {*map(self._same.find, self._summed)}
         if not keys:
-            raise Different("nothing sums its exponentials")
+            raise Different("no op sums its exponentials")
         if len(keys) > 1:
             raise Different(
                 "it sums over more than keys, as the gradient of a bias does"
@@ -196,7 +198,7 @@ class Steps:
     def _op(self, number: int) -> Op:
         op = self.program.maker(self._nodes[number][0])
         if op is None or not (op.kind == "dot_general" or self.region.is_closed(op)):
-            raise Different("an op that is not proved enters its gradients")
+            raise Different("its gradients depend on an op that cannot be proved")
         return op
 
     def _operands(self, number: int) -> list[int | float | _Reader]:
@@ -236,7 +238,7 @@ class Steps:
         return Step(op, tuple(args), letters, sums)
 
     def _key(self, read: _Reader) -> Key:
-        """An operand of a contraction, or a side, whose reads are kept."""
+        """Key of an operand of a contraction, or of a side, which is registered."""
         op, index, node, places = read
         if op.kind == "dot_general":
             return self._root(node, self._tensor(op, index, places))
@@ -248,7 +250,7 @@ class Steps:
         return key
 
     def _tensor(self, op: Op, index: int, places: _Places) -> Tensor:
-        """An operand of a contraction, or its result (-1)."""
+        """A contraction's operand by index, or its result (index -1)."""
         v = (*op.operands, *op.results)[index]
         if self.program.values[v].dtype not in FLOATS:
             raise Different(f"{where(op)} multiplies in another dtype")
@@ -256,7 +258,7 @@ class Steps:
         return Tensor(v, (op.id, index), letters)
 
     def reads_of(self, op: Op, index: int, letters: Letters) -> list[Tensor]:
-        """Lists uses of a value in the body of an op, repeated values included."""
+        """Uses of an operand, and of smaller values that it broadcasts, in one body."""
         found, parent = list[Tensor](), op.parent
         while op.parent == parent:
             v = op.operands[index]
@@ -268,10 +270,10 @@ class Steps:
             op, index, letters = maker, 0, before
         return found
 
-    # -- what operands are, before they are turned -------------------------------------
+    # -- operands before views ---------------------------------------------------------
 
     def _root(self, node: Node, tensor: Tensor) -> Key:
-        """An operand of a contraction."""
+        """Key of a contraction's operand, before views of it."""
         found, own = self._stripped(node, tensor.letters, VIEWS)
         return self.values.number(found), tuple(x for x in own if x)
 
@@ -289,7 +291,7 @@ class Steps:
     def _before(
         self, op: Op, letters: Letters, views: frozenset[str]
     ) -> Letters | None:
-        """Letters of the operand of a view; None for other ops."""
+        """Letters of a view's operand; None for other ops."""
         if op.kind not in views or op.rule is None:
             return None
         dtypes = {self.program.values[v].dtype for v in (*op.operands, *op.results)}
@@ -304,20 +306,20 @@ class Steps:
     # -- passes ------------------------------------------------------------------------
 
     def passes(self) -> list[Core]:
-        """The forward passes, then the backward pass, if there is one."""
+        """Forward passes, then the backward pass, if there is one."""
         forward = [n for n, role in self._roles.items() if role == "out"]
         found = [self._pass({"out": n}) for n in forward]
         backward = {role: n for n, role in self._roles.items() if role != "out"}
         if not backward:
             return found
         if sorted(backward) != ["dk", "dq", "dv"]:
-            raise Different("not all gradients of queries, keys and values are there")
+            raise Different("a gradient of queries, keys or values is missing")
         if len(forward) + len(backward) < len(self._roles):
             raise Different("gradients are computed more than once")
         return [*found, self._pass({name: backward[name] for name in _GRADIENTS})]
 
     def _role(self, number: int) -> str:
-        """The name of what a contraction makes of weights or of scores' gradients."""
+        """Name of a contraction's result: "out", "dq", "dk" or "dv"."""
         [arg] = self._steps_of(number)
         own, out = (
             {*self._letters(self._places[n], "?")} - {"", "?"} for n in (arg, number)
@@ -331,14 +333,14 @@ class Steps:
         raise Different(f"{where(self._order[number])} sums weights in another way")
 
     def _made_of(self, *numbers: int) -> set[int]:
-        """The steps that some are made of, and these."""
+        """The given steps, and all steps that they depend on."""
         return {*reached(numbers, self._steps_of)}
 
     def _steps_of(self, number: int) -> list[int]:
         return [arg for arg in self._args[number] if isinstance(arg, int)]
 
     def _pass(self, sinks: Mapping[str, int]) -> Core:
-        """A pass, by the contractions that make its results, and their operands."""
+        """A pass from the steps that make its results, by name."""
         numbers = self._made_of(*sinks.values())
         steps = {n: step for n, step in self.found.items() if n in numbers}
         dots = [n for n in steps if steps[n].op.kind == "dot_general"]
@@ -373,13 +375,14 @@ class Core:
     """The steps of a pass, from the operands of contractions to its outputs.
 
     Attributes:
+        every: all steps of the region.
         reads, makes: operands and results of contractions, by name.
-        steps: by number, each behind its operands.
-        sides: further inputs.
-        roots: queries, keys, values, and the output's gradient.
-        scores: the step that makes the scores.
-        outputs: the steps that make the results.
-        parent: the loop or branch that the pass is in.
+        steps: steps by number; operands come before their users.
+        sides: masks, biases and factors by key.
+        roots: keys of "q", "k", "v", and "dout" in a backward pass.
+        scores: number of the step that makes the scores.
+        outputs: numbers of the steps that make the results, by name.
+        parent: id of the loop or branch around the pass; -1 without.
     """
 
     every: Steps
@@ -394,21 +397,21 @@ class Core:
 
     @property
     def is_backward(self) -> bool:
-        """True if gradients are made."""
+        """True if the pass computes gradients."""
         return "dout" in self.reads
 
     def run(self, known: Mapping[Any, Any], *, cast: bool = False) -> dict[Arg, Any]:
-        """Computes the steps.
+        """Computes the steps' results by NumPy, in float64.
 
         Args:
-            known: operands and sides, with a dim for each letter of `ORDER`; and
-                results of steps that need not be computed.
-            cast: whether results have the program's dtypes.
+            known: arrays with a dim for each letter of `ORDER`: operands, sides, and
+                results of steps that are not to be computed.
+            cast: True rounds results to the program's dtypes.
         """
         made: dict[Arg, Any] = dict(known)
 
         def rounded(x: Any, v: int) -> Any:
-            """An array in a value's dtype; NumPy computes on in float64."""
+            """Rounds an array to a value's dtype, in float64."""
             dtype = numpy_dtype(self.every.program.values[v].dtype)
             return np.asarray(x).astype(dtype).astype(np.float64) if cast else x
 
@@ -426,7 +429,7 @@ class Core:
 
 
 def contracted(x: Any, y: Any, kept: Collection[str]) -> Any:
-    """The sum of products over all letters but some."""
+    """Sum of products over all letters except `kept` and draws."""
     sizes = np.broadcast_shapes(x.shape, y.shape)
     out = [d for d, a in enumerate(ORDER) if d == 0 or (a in kept and sizes[d] > 1)]
     terms: list[Any] = []

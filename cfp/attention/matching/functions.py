@@ -1,4 +1,4 @@
-"""The functions that take the place of an attention that is proved."""
+"""Functions that replace a proved attention by kernels, with masks and biases."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from cfp.attention.kernels import KERNELS
 from cfp.attention.problem import NO_MASK, ROLES, finite_bias, visible
 from cfp.errors import PlanMismatch
 
-# What the dims of a tensor run over: see `core.ORDER`; "" is a dim of size 1.
+# Names of a tensor's dims, see `core.ORDER`; "" is a dim of size 1.
 Letters = tuple[str, ...]
 
 
 def placed(x: Any, have: Sequence[str], want: Sequence[str]) -> Any:
-    """An array with a dim for each of some letters, of size 1 for those it lacks."""
+    """Transposes dims named `have` to the order `want`; missing dims get size 1."""
     names = [a for a in have if a]
     x = x.reshape([n for n, a in zip(x.shape, have, strict=True) if a])
     x = x.transpose([names.index(a) for a in want if a in names])
@@ -33,19 +33,20 @@ def placed(x: Any, have: Sequence[str], want: Sequence[str]) -> Any:
     return x.reshape([next(sizes) if a in names else 1 for a in want])
 
 
-# Sides: how many keys each sequence has; the state of a mask; what is added to scores.
+# Kinds of sides (inputs of an attention besides q, k, v): numbers of keys of sequences;
+# states of a mask; addends of scores.
 LENGTHS, MASK, BIAS = "lengths", "mask", "bias"
-# What a query has that sees no key: the mean of all values, or no number.
+# Outputs of a query that sees no key: the mean of all values, or NaN.
 MEAN, NAN = "mean", "nan"
 
 
 @dataclass(frozen=True, slots=True)
 class SideMeaning:
-    """A mask or bias that a kernel reads.
+    """A mask, bias or lengths that a kernel reads.
 
     Attributes:
-        letters: what its dims run over; it is the same along all others that are read.
-        factor: what a bias is multiplied with.
+        letters: names of the dims along which it varies.
+        factor: factor of a bias.
     """
 
     kind: str
@@ -58,13 +59,14 @@ class Meaning:
     """The attention that a pass computes.
 
     Attributes:
-        tokens: the letter of the queries; the other "q" letters are groups of heads.
-        heads: the letter of the keys' heads, or "".
-        scale, causal, left: as in `cfp.attention`.
-        sides: further inputs.
-        visible: states of masks with which a key is seen.
-        by_key: True if sides hide keys from all queries and heads, or are none.
-        empty: result of a query that sees no key; "" if every query sees one.
+        tokens: letter of the queries; other "q" letters are groups of heads.
+        heads: letter of the key heads, or "".
+        scale, causal: as in `cfp.attention`.
+        left: number of visible keys before a query; None has no bound.
+        sides: inputs besides q, k and v.
+        visible: combinations of the masks' states that show a key.
+        by_key: True if masks, if any, hide keys from all queries and heads alike.
+        empty: output of a query that sees no key; "" if every query sees one.
         passes_hidden: True if gradients of such a query pass to all scores.
     """
 
@@ -87,39 +89,38 @@ Shaped = tuple[tuple[int, ...], str, Letters]  # shape, dtype, and letters
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to compute an attention: the kernel, and (axis, role) pairs."""
+    """A kernel's name, and roles of mesh axes as (axis, role) pairs."""
 
     implementation: str
     roles: tuple[tuple[str, str], ...] = ()
 
     @property
     def how(self) -> tuple[str, ...]:
-        """As plans record it: the implementation, then ``axis=role``."""
+        """Record in plans: the implementation, then ``axis=role`` for each role."""
         return (self.implementation, *(f"{axis}={role}" for axis, role in self.roles))
 
     @classmethod
     def read(cls, how: Sequence[str]) -> Way:
-        """From what plans record.
+        """Reads the record `how`.
 
         Raises:
-            PlanMismatch: it is something else.
+            PlanMismatch: an implementation or a role is unknown.
         """
         implementation, *words = how
         roles = tuple((w.rpartition("=")[0], w.rpartition("=")[2]) for w in words)
         if implementation not in KERNELS or any(role not in ROLES for _, role in roles):
-            raise PlanMismatch(f"cfp computes no attention by {', '.join(how)}.")
+            raise PlanMismatch(f"Attention by {', '.join(how)} is unknown. Plan again.")
         return cls(implementation, roles)
 
 
 @dataclass(frozen=True, slots=True)
 class PassShapes:
-    """A pass of an attention, by what it reads and makes.
+    """Shapes of a pass's operands and results.
 
     Attributes:
-        reads: queries, keys, values, masks and biases; of a backward pass the gradient
-            of the output last.
+        reads: q, k, v, masks and biases; in a backward pass then the output's gradient.
         makes: the output, or the gradients.
-        out: the output that its function computes.
+        out: the output of the forward computation.
     """
 
     is_backward: bool
@@ -130,14 +131,14 @@ class PassShapes:
 
 @dataclass(frozen=True, slots=True)
 class AttentionFunctions:
-    """The functions of a replacement, see `cfp.program.replace`.
+    """Functions of a replacement, see `cfp.program.replace`.
 
     Attributes:
-        meaning, way: the attention, and its computation.
-        sizes: of each letter.
-        passes: one for each stage.
-        precision: of matrix products, by JAX's name.
-        jax_version: kernels and their times may depend on it.
+        meaning, way: the attention, and its kernel with the roles of axes.
+        sizes: (letter, size) pairs.
+        passes: shapes for each stage.
+        precision: precision of matrix products, by JAX's name.
+        jax_version: part of the record, since kernels depend on it.
     """
 
     meaning: Meaning
@@ -153,7 +154,7 @@ class AttentionFunctions:
         return self.way.how
 
     def stages(self, mesh: Mesh) -> Sequence[Any]:
-        """A function for each stage, see `cfp.program.replace`."""
+        """One function for each stage, see `cfp.program.replace`."""
 
         def stage(one: PassShapes) -> Any:
             compute = self._compute(mesh, one)
@@ -169,7 +170,7 @@ class AttentionFunctions:
         return [stage(one) for one in self.passes]
 
     def _compute(self, mesh: Mesh, one: PassShapes) -> Any:
-        """Computes the attention of a pass's operands, in their dims."""
+        """Function from a pass's operands to its output, both in the program's dims."""
 
         def compute(q: Array, k: Array, v: Array, *rest: Array) -> Any:
             sizes, orders = dict(self.sizes), self._orders
@@ -195,7 +196,7 @@ class AttentionFunctions:
 
     @property
     def _orders(self) -> dict[str, list[list[str]]]:
-        """The letters of [batch, tokens, heads, head_dim], each dim by its parts."""
+        """Letters of each dim of [batch, tokens, heads, head_dim], by array's name."""
         meaning, letters = self.meaning, sorted(name for name, _ in self.sizes)
         batch = [x for x in letters if x[0] == "b" and x != meaning.heads]
         groups = [x for x in letters if x[0] == "q" and x != meaning.tokens]
@@ -212,7 +213,7 @@ class AttentionFunctions:
     def _sides(
         self, shapes: Sequence[Shaped], rest: Sequence[Array], sizes: Mapping[str, int]
     ) -> dict[str, Array]:
-        """Masks and biases, by kind, in the dims that kernels take."""
+        """Masks, biases and lengths, by kind, in the dims that kernels take."""
         meaning = self.meaning
         batch, tokens, heads, _ = self._orders["q"]
         own = {a for side in meaning.sides for a in side.letters}
@@ -222,7 +223,7 @@ class AttentionFunctions:
         masks: list[Array] = []
         for side, x, (_, _, letters) in zip(meaning.sides, rest, shapes, strict=False):
             for d, letter in enumerate(letters):
-                if letter not in side.letters:  # It is the same along these.
+                if letter not in side.letters:  # The side is constant along this dim.
                     x = jax.lax.slice_in_dim(x, 0, 1, axis=d)
             kept = tuple(a if a in side.letters else "" for a in letters)
             groups = [batch] if side.kind == LENGTHS else dense
@@ -236,7 +237,7 @@ class AttentionFunctions:
 
 
 def shown(masks: Sequence[Any], visible: Iterable[tuple[float, ...]]) -> Any:
-    """True where a key is seen: where masks have one of some states."""
+    """Boolean array, True where the masks have one of the visible states."""
 
     def has(x: Any, state: float) -> Any:
         if x.dtype == bool:
@@ -291,7 +292,7 @@ def _attend(
     more: dict[str, Any] = {}
     mask, bias = sides.get(MASK), sides.get(BIAS)
     if LENGTHS in sides:
-        # One key at least: a sequence without keys is filled by the mean.
+        # At least one key: `_filled` replaces results of sequences without keys.
         more["key_lengths"] = jnp.clip(sides[LENGTHS], 1, k.shape[1])
     if (
         mask is not None
@@ -337,11 +338,10 @@ def _filled(
     meaning: Meaning,
     sides: Mapping[str, Array],
 ) -> Array:
-    """The output, with what the program has for queries that see no key.
+    """Replaces the output of queries that see no key by the program's output.
 
-    The mean of all values, or no number if it hides keys by infinity. If numbers are
-    added to scores, the gradient is that of a softmax of equal scores: of the values
-    less their mean, weighed by scores.
+    This is the mean of all values, or NaN if the program hides keys by infinity. With
+    `passes_hidden`, gradients pass to the scores as in a softmax of equal scores.
     """
     q, k, v = read
     group = q.shape[2] // v.shape[2]
@@ -367,7 +367,7 @@ def _filled(
 
 
 def _widened(x: Array, features: int) -> Array:
-    """Heads with zeros behind."""
+    """Pads the last dim with zeros."""
     more = features - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 
@@ -385,7 +385,7 @@ def _spread(
     groups: Sequence[Sequence[str]],
     sizes: Mapping[str, int],
 ) -> Array:
-    """An array with a dim for each group of letters, repeated along those it lacks."""
+    """Broadcasts an array to all letters, and merges each group into one dim."""
     wanted = [a for group in groups for a in group]
     x = placed(x, letters, wanted)
     x = jnp.broadcast_to(x, [sizes[a] for a in wanted])

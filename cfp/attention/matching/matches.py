@@ -1,4 +1,4 @@
-"""Attention as a kind of `cfp.kernels.kinds`: found, and computed under a layout."""
+"""Attention as a kind of `cfp.kernels.kinds`: its matches, and kernels for them."""
 
 from __future__ import annotations
 
@@ -47,27 +47,26 @@ from cfp.program.replace import (
     is_in_order,
 )
 
-_ROUNDS = frozenset({"ring", "zigzag"})  # Keys come in parts.
+_ROUNDS = frozenset({"ring", "zigzag"})  # Roles of axes along which keys rotate.
 _QUERIES = _ROUNDS | {"all_gather"}  # Roles of axes that shard queries.
 _FLOAT = 4  # Bytes of a number in float32.
-# Of an attention's products, those that a kernel computes under a causal mask. Rates
-# of kernels count these alone.
+# Share of an attention's products that a kernel computes under a causal mask. Rates of
+# kernels count only these products.
 _CAUSAL_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """An attention of a program that a kernel may compute.
+    """A proved attention in a program, which a kernel may compute.
 
     Attributes:
-        op: the contraction that makes the scores.
-        source: source line.
-        letters: of the dims of the scores.
-        sizes: of each letter.
-        between: ids of the values between contractions, scores, weights and their
-            gradients, which kernels do not make.
-        ops: all ops that belong to it.
-        passes: each proved pass; a backward pass has all three gradients.
+        op: id of the contraction that makes the scores.
+        source: file and line of that op.
+        letters: names of the scores' dims, see `core.ORDER`.
+        sizes: {letter: size}.
+        between: ids of scores, weights and their gradients, which kernels do not make.
+        ops: ids of all ops of the attention.
+        passes: proved passes, forward first; a backward pass makes dq, dk and dv.
     """
 
     op: int
@@ -87,11 +86,11 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Ops in whose place a kernel computes a pass: from the first to the last.
+    """Range of op ids, first to last, that a kernel replaces by one pass.
 
     Attributes:
-        working_bytes: memory of a device beside the values that the pass reads.
-        counted: values that it makes and that are among these bytes.
+        working_bytes: bytes per device for the pass, without the values that it reads.
+        counted: ids of the pass's results that `working_bytes` includes.
     """
 
     first: int
@@ -101,10 +100,10 @@ class Span:
 
 
 def usual(platform: str, for_memory: bool) -> tuple[str, ...]:
-    """Names the kernels that plans use unasked, the preferred first.
+    """Names of the kernels that plans use by default, preferred first.
 
     Args:
-        for_memory: whether memory decides.
+        for_memory: True includes kernels that only save memory.
     """
     # decisions.md, "Kernels that compute the same are taken without being asked for".
     fast = ("cudnn",) if platform in ("gpu", "cuda", "rocm") else ()
@@ -112,16 +111,17 @@ def usual(platform: str, for_memory: bool) -> tuple[str, ...]:
 
 
 def variants(allowed: Sequence[str]) -> list[list[str]]:
-    """Lists kernels whose keys are gathered, and the same in rings."""
+    """Allowed attention kernels in two lists: with gathered keys, and with rings."""
     known = [name for name in allowed if name in KERNELS]
     return [known, [f"{name} ring" for name in known]]
 
 
 @searched_once
 def find(program: Program) -> Sites[Match]:
-    """All of a program, by the ops that make scores; proved.
+    """Finds a program's attentions, by the id of the op that makes scores.
 
-    Scores that the backward pass recomputes are another attention.
+    Scores that the backward pass recomputes are a separate attention. Attentions that
+    are not proved are listed with a reason.
     """
     values, left = values_of(program), list[LeftAlone]()
     found: dict[int, Match] = {}
@@ -134,7 +134,7 @@ def find(program: Program) -> Sites[Match]:
         except (Different, NotConstant) as error:
             reason = str(error)
             if isinstance(error, NotConstant):
-                reason = f"a constant of it is not evaluated: {error}"
+                reason = f"a constant cannot be evaluated: {error}"
             elif has_dropout(region):
                 reason = "dropout: random numbers enter its scores or weights"
             left.append(LeftAlone(dot.id, dot.source, reason))
@@ -142,7 +142,7 @@ def find(program: Program) -> Sites[Match]:
 
 
 def _match(region: Region) -> Match:
-    """Proves an attention."""
+    """Proves that a region is an attention; raises Different or NotConstant."""
     program, dot = region.program, region.scores
     region.grow()
     steps = Steps(region)
@@ -168,14 +168,14 @@ def _match(region: Region) -> Match:
     )
     made = AttentionProposal(found, Way("xla")).replacements(program)
     if not all(is_in_order(program, stage) for one in made for stage in one.stages):
-        raise Different("what it reads is made after what it makes")
+        raise Different("an operand is computed after a result")
     return found
 
 
 def _problem(
     program: Program, passes: Sequence[Proved], sizes: Mapping[str, int]
 ) -> AttentionProblem:
-    """An attention as a problem for kernels."""
+    """The problem that kernels have to compute for proved passes."""
     first, every = passes[0], [one.meaning for one in passes]
     meaning, reads = first.meaning, first.core.reads
     batch = [x for x in sizes if x[0] == "b" and x != meaning.heads]
@@ -204,7 +204,7 @@ def _problem(
 
 
 def _is_kept_wide(program: Program, v: int, dtype: Any) -> bool:
-    """True if a value, or what views of it become, is used in a wider dtype."""
+    """True if a value is used in a wider dtype than `dtype`, also through views."""
     views = ("convert", "transpose", "reshape")
 
     def is_wide(v: int) -> bool:
@@ -222,14 +222,14 @@ def _is_kept_wide(program: Program, v: int, dtype: Any) -> bool:
 def propose(
     program: Program, match: Match, kernel: str, axes: Mapping[int, FactorAxes]
 ) -> AttentionProposal | str:
-    """Returns a kernel in the place of an attention, or why it cannot be there.
+    """Proposes a kernel for an attention under a layout; or returns a reason against.
 
     Args:
-        kernel: one of `variants`.
-        axes: for ops their factors' axes, of the layout.
+        kernel: a name out of `variants`.
+        axes: {op id: mesh axes of each factor of its sharding rule}.
     """
     if match.op not in axes:
-        return "nothing says how it is sharded"
+        return "the layout has no sharding for it"
     implementation, _, ring = kernel.partition(" ")
     rule, spread = program.ops[match.op].known_rule, ring or "all_gather"
     dims = zip(rule.results[0], match.letters, strict=True)
@@ -245,20 +245,20 @@ def propose(
             elif letter.startswith("b"):
                 roles.append((axis, "batch"))
             else:
-                return f"axis {axis} shards neither sequences, nor heads, nor queries"
+                return f"axis {axis} shards a dim other than batch, heads or queries"
     if ring and spread not in [role for _, role in roles]:
         return f"no axis shards queries for a {spread}"
     return AttentionProposal(match, Way(implementation, tuple(roles)))
 
 
 def read(match: Match, how: Sequence[str]) -> AttentionProposal:
-    """Reads what a plan's file records; raises PlanMismatch if it is something else."""
+    """Reads a kernel from a plan's file; raises PlanMismatch if it is unknown."""
     return AttentionProposal(match, Way.read(how))
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionProposal:
-    """A kernel in the place of an attention; a `cfp.kernels.kinds.Proposal`."""
+    """A kernel to replace an attention; implements `cfp.kernels.kinds.Proposal`."""
 
     site: Match
     way: Way
@@ -269,25 +269,25 @@ class AttentionProposal:
 
     @property
     def keeps_between(self) -> bool:
-        """True if scores are kept for the backward pass, as XLA's own attention does.
+        """True if the kernel keeps scores for the backward pass.
 
-        Where queries are sharded the gradients come from the log-sum-exp of whole rows.
+        With sharded queries the gradients use the rows' log-sum-exp, and no scores.
         """
         return self._scores is ScoreMemory.ALL and not self._ranks(_QUERIES)
 
     def share_at_once(self, sizes: Mapping[str, int]) -> float:
-        """The share of a device's scores that is in memory at once."""
+        """Share of a device's scores that is in memory at once."""
         if self._scores is not ScoreMemory.ALL:
-            return 0.0  # Of chunks see `spans`.
+            return 0.0  # Chunks are counted by `spans`.
         return 1 / prod(sizes[axis] for axis in self._ranks(_ROUNDS))
 
     def kernel_ms(self, matmul_ms: float, memory_ms: float) -> float:
-        """Estimates the kernel's time by that of the ops as written."""
+        """Estimates the kernel's time, ms, from the time of the original products."""
         share = _CAUSAL_SHARE if self.site.problem.causal else 1.0
         return matmul_ms * share / KERNELS[self.way.implementation].matmul_share
 
     def refusal(self, sizes: Mapping[str, int], platform: str) -> str | None:
-        """Returns the reason why devices cannot compute it, or None."""
+        """Reason why devices of a platform cannot compute the proposal, or None."""
         reason = refusal_of(self.site.problem, self.way, sizes, platform)
         if reason is None or self.site.problem.dtype != "float32":
             return reason
@@ -296,10 +296,11 @@ class AttentionProposal:
         return reason + "; it would with q, k and v in bfloat16" * can
 
     def replacements(self, program: Program) -> tuple[Replacement, ...]:
-        """Returns the replacements that compute all passes.
+        """Replacements that compute all passes.
 
-        A backward pass goes on from the last forward pass in its body, if both are the
-        same attention of the same operands; otherwise it computes that again.
+        A backward pass uses the residuals of the last forward pass in its body, if both
+        are the same attention of the same operands. Otherwise it repeats the forward
+        pass.
         """
         passes = self.site.passes
         forward = [one for one in passes if not one.core.is_backward]
@@ -310,7 +311,7 @@ class AttentionProposal:
         return tuple(_replacement(program, self, group) for group in groups)
 
     def spans(self, program: Program, sizes: Mapping[str, int]) -> list[Span]:
-        """Lists what passes need while they run; nothing of kernels without chunks."""
+        """Lists each pass's span and memory; [] for kernels without chunks."""
         found = list[Span]()
         if self._scores is not ScoreMemory.CHUNKS:
             return found
@@ -324,10 +325,9 @@ class AttentionProposal:
         return found
 
     def working_bytes(self, sizes: Mapping[str, int], is_backward: bool) -> int:
-        """Computes a device's memory beside the values that a pass in chunks reads.
+        """Bytes per device for a chunked pass, without the values that it reads.
 
-        For the backward pass that is the output, too; gradients, in float32, are
-        counted.
+        The backward pass also reads the output. Its float32 gradients count.
         """
         problem = self.site.problem
 
@@ -345,7 +345,7 @@ class AttentionProposal:
         rows, columns = min(queries, chunked.CHUNK), min(keys, chunked.CHUNK)
         has_loops = max(queries, keys) > chunked.CHUNK
         scores = heads * rows * columns
-        # Numbers for each query, and for each key.
+        # Numbers in the rows of a query position and of a key position.
         query, key = heads * problem.head_dim, kv_heads * problem.head_dim
         # Products are in float32, what they read is in the type of the operands.
         if not is_backward:
@@ -356,12 +356,12 @@ class AttentionProposal:
         needed = 2 * scores * (_FLOAT + own) + has_loops * chunks
         needed += queries * query * (own + _FLOAT) + 2 * keys * key * _FLOAT
         if ranks(_ROUNDS) > 1:
-            # The keys and values that follow, and of gradients what arrives and is new.
+            # The next keys and values, and gradients: received and new ones.
             needed += 2 * keys * key * (own + 2 * _FLOAT)
         return round(needed)
 
     def _ranks(self, roles: Iterable[str]) -> list[str]:
-        """The axes that have one of some roles."""
+        """Axes with one of these roles."""
         return [axis for axis, role in self.way.roles if role in roles]
 
 
@@ -374,9 +374,9 @@ def _whole_chunks(tokens: float) -> int:
 def refusal_of(
     problem: AttentionProblem, way: Way, sizes: Mapping[str, int], platform: str
 ) -> str | None:
-    """Returns the reason why a problem cannot be computed in a way, or None."""
+    """Reason why a kernel with roles (`way`) cannot compute a problem, or None."""
     if problem.dtype == "float64":
-        return "kernels compute in float32 at most, and it is in float64"
+        return "kernels compute in float32 at most, and the attention is in float64"
     try:
         strategy = AttentionStrategy.of(dict(way.roles) or None, dict(sizes))
     except CfpError as error:
@@ -385,7 +385,7 @@ def refusal_of(
 
 
 def _is_of(proved: Proved) -> tuple[Any, ...]:
-    """Returns a key, equal for a forward pass and its backward pass in one body."""
+    """Key that is equal for a forward pass and its backward pass in one body."""
     core, values = proved.core, proved.core.every.values
     sides = [values.number((t.value, ())) for t in proved.reads]
     roots = [core.roots[x] for x in ("q", "k", "v")]
@@ -393,7 +393,7 @@ def _is_of(proved: Proved) -> tuple[Any, ...]:
 
 
 def _precision(program: Program, match: Match) -> str:
-    """Returns the highest precision of the products of an attention."""
+    """Highest precision of an attention's products, by JAX's name."""
     ops = [program.ops[op] for op in match.ops]
     texts = [op.attributes for op in ops if op.kind == "dot_general"]
     for name in ("HIGHEST", "HIGH"):
@@ -419,7 +419,7 @@ def _replacement(
         read = zip(values, tensors, strict=True)
         reads = tuple(_shaped(program, v, t.letters) for v, t in read)
         makes = tuple(_shaped(program, t.value, t.letters) for t in one.makes.values())
-        # A backward pass that follows no forward one computes it like its gradient.
+        # A backward pass without a forward pass has an output like its gradient.
         out = reads[-1] if one.is_backward else makes[0]
         out = passed[0].out if passed else out
         passed.append(PassShapes(one.is_backward, reads, makes, out))
@@ -434,7 +434,7 @@ def _replacement(
 
 
 def _early(program: Program, use: Use, first: int) -> Use:
-    """Returns the use of a value, or of its original if it is widened behind an op."""
+    """Use of a value; of its narrower original if it is widened after op `first`."""
     while True:
         value = program.values[program.ops[use[0]].operands[use[1]]]
         maker = program.maker(value.id)

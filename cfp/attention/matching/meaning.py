@@ -1,9 +1,9 @@
-"""Says how a kernel takes the masks and biases of a pass that is proved.
+"""Translates masks and biases of a proved pass to arguments of kernels.
 
-A constant mask is evaluated on all positions: it is none, causal, a window, or of its
-own. Another mask or bias is handed over whole, as the value that the program computes:
-by key, if it hides keys from all queries, or for pairs of queries and keys; as lengths,
-if the program compares keys' places with them.
+A constant mask is evaluated at all positions: it hides nothing, is causal, is a window,
+or is another pattern. Other masks and biases are passed as the program's values. A mask
+that hides keys from all queries alike is passed by key. A comparison of key positions
+with lengths is passed as the lengths.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _NOT_READ = (
     "a mask or bias is not read in the loop that computes its gradients, as it would "
     "be with jax.checkpoint around the loop's body"
 )
-Window = tuple[bool, int | None]  # causal, and how many keys to the left
+Window = tuple[bool, int | None]  # (causal, number of keys to the left or None)
 
 
 @dataclass(frozen=True, eq=False)
 class Proved:
-    """A proved pass, with its computation by a kernel.
+    """A proved pass, and the attention for a kernel to compute.
 
     Attributes:
-        core: its steps as written.
-        reads: the masks and biases that a kernel reads.
+        core: the pass's steps.
+        reads: the masks and biases that a kernel reads, in the order of meaning.sides.
     """
 
     core: Core
@@ -53,7 +53,7 @@ class Proved:
 
 
 def heads_of(one: Core) -> str:
-    """The letter by which keys have heads; "" if all queries share theirs."""
+    """Letter of the key heads; "" if all query heads share one."""
     letters = {x for t in one.reads.values() for x in t.letters if x}
     batch = [x for x in letters if x[0] == "b"]
     if len(batch) < 2 and sum(x[0] == "q" for x in letters) > 1:
@@ -67,7 +67,7 @@ def _ordered(letters: Letters) -> Letters:
 
 
 class Reader:
-    """Reads a pass that is proved as a kernel takes it."""
+    """Translates a proved pass to a kernel's arguments."""
 
     def __init__(self, core: Core, table: Table, sizes: Mapping[str, int]) -> None:
         self.core, self.table, self.sizes = core, table, sizes
@@ -77,11 +77,11 @@ class Reader:
         self.heads = heads_of(core)
 
     def proved(self) -> Proved:
-        """A kernel's view of the pass.
+        """Returns the pass with its meaning.
 
         Raises:
-            Different: a mask is not read where the pass is, or a query may see no key,
-                and has what no kernel makes.
+            Different: a mask is not read in the pass's body; a bias would be rounded;
+                or a query may see no key, and no kernel gives the program's output.
         """
         table, core = self.table, self.core
         self._check_biases()
@@ -91,7 +91,7 @@ class Reader:
         own, others = self._states(fixed), self._states(free)
         constants = [(sides_of[k].node[0], sides_of[k].letters) for k in fixed]
         masks, visible = [self._read(key) for key in free], tuple(sorted(others))
-        if visible == ((1.0,) * len(free),):  # All of them have to show a key.
+        if visible == ((1.0,) * len(free),):  # All masks must show a key.
             more, masks = self._conjuncts(masks)
             constants += more
             own = {(*one, *[1.0] * len(more)) for one in own}
@@ -131,27 +131,27 @@ class Reader:
         )
 
     def _states(self, keys: Sequence[Key]) -> set[States]:
-        """The states of some masks with which a key may be seen."""
+        """Combinations of these masks' states with which a key may be visible."""
         places = [[*self.table.masks].index(key) for key in keys]
         return {tuple(one[i] for i in places) for one in self.table.visible}
 
     def _read(self, key: Key) -> tuple[Tensor, Letters]:
-        """The smallest that the pass reads of a mask or bias, and what it runs over."""
+        """The smallest tensor of a mask or bias in the pass's body, and its letters."""
         side, op_of = self.core.sides[key], self.program.ops
         here = [x for x in side.reads if op_of[x.use[0]].parent == self.core.parent]
         if not here:
             raise Different(_NOT_READ)
         return here[-1], _ordered(side.letters)
 
-    # -- masks that are constants ------------------------------------------------------
+    # -- constant masks ----------------------------------------------------------------
 
     def _window(
         self, reads: Sequence[tuple[int, Letters]], states: set[States]
     ) -> tuple[Window | None, bool]:
-        """The window that constants leave, and whether each query sees a key in it.
+        """Window of constant masks (None for other patterns); True if no row is empty.
 
         Args:
-            states: those of the constants that show a key.
+            states: combinations of the masks' states that show a key.
         """
         if not reads:
             return (False, None), True
@@ -169,15 +169,15 @@ class Reader:
         return self.values.known[form]
 
     def _rows(self, x: np.ndarray) -> np.ndarray:
-        """[others, queries, keys] of an array with a dim for each of `ORDER`."""
+        """Reshapes an array with the dims of `ORDER` to [others, queries, keys]."""
         x = np.moveaxis(x, [ORDER.index(self.tokens), KEYS], [-2, -1])
         return x.reshape(-1, *x.shape[-2:])
 
     def _is_causal(self, v: int, letters: Letters, shows: bool) -> bool:
-        """True for a comparison of places in which each row ends at its own place.
+        """True for a comparison of positions that is a causal mask.
 
-        Along rising numbers a comparison changes once, so that two keys of each row
-        decide it, at any length.
+        Along rising numbers a comparison changes once. So two keys of each query decide
+        it: its own must be visible, and the next hidden.
         """
         op, count = self.program.maker(self.values.same(v)), self.sizes["k"]
         if op is None or op.kind != "compare" or op.direction in ("EQ", "NE"):
@@ -196,7 +196,7 @@ class Reader:
         return bool(rises and own.all() and not after.any())
 
     def _window_of(self, seen: np.ndarray) -> Window | None:
-        """Rule 2: whether a mask is none, or causal with so many keys to the left."""
+        """Rule 2: window of a mask [queries, keys]; None for another pattern."""
         if seen.all():
             return False, None
         count = self.sizes["k"]
@@ -207,7 +207,7 @@ class Reader:
         is_window = np.array_equal(seen, np.tri(count, dtype=bool) & ~before)
         return (True, None if last >= count - 1 else last) if is_window else None
 
-    # -- masks that the program computes -----------------------------------------------
+    # -- computed masks ----------------------------------------------------------------
 
     @property
     def _batch(self) -> set[str]:
@@ -216,7 +216,7 @@ class Reader:
     def _conjuncts(
         self, masks: Sequence[tuple[Tensor, Letters]]
     ) -> tuple[list[tuple[int, Letters]], list[tuple[Tensor, Letters]]]:
-        """The masks that all have to show a key: constants, and others."""
+        """Splits masks at `and` ops; returns constant masks, and others."""
         fixed: list[tuple[int, Letters]] = []
         others: list[tuple[Tensor, Letters]] = []
         stack = [*masks]
@@ -233,11 +233,11 @@ class Reader:
         return fixed, others
 
     def _below(self, op: Op, index: int, letters: Letters) -> Tensor:
-        """An operand, or the smaller value that it repeats."""
+        """An operand, or the smaller value that it broadcasts."""
         return self.core.every.reads_of(op, index, letters)[-1]
 
     def _lengths(self, read: Tensor) -> tuple[Tensor, Letters] | None:
-        """The lengths that a mask compares keys' places with, if it does."""
+        """The int32 lengths that a mask compares key positions with; None if other."""
         op = self.program.maker(read.value)
         if op is None or op.kind != "compare" or op.parent != self.core.parent:
             return None
@@ -256,9 +256,9 @@ class Reader:
         return (last, letters) if is_i32 and {*letters} <= self._batch else None
 
     def _check_biases(self) -> None:
-        """Raises if a kernel would round the terms that are added to scores.
+        """Raises Different if a kernel would round biases, or a bias may hide all keys.
 
-        Rounding changes weights if all keys of a query are low.
+        Rounding changes weights if all scores of a query are very low.
         """
         dtype = self.program.values[self.core.reads["q"].value].dtype
         for key, factor in self.table.biases.items():
@@ -279,7 +279,7 @@ class Reader:
     # -- rule 5: rows without keys -----------------------------------------------------
 
     def _empty(self) -> str:
-        """The output of a query that sees no key."""
+        """Output of a query that sees no key: MEAN or NAN."""
         passes = {states in self.table.passing for states in self.table.hidden}
         if len(self.table.fills) != 1 or len(passes) > 1:
             raise Different(

@@ -1,9 +1,10 @@
 """Proves that a pass is an attention, and finds its mask, bias and scale.
 
-A value that may vary with positions is a side: rule 2. At each position scores and
-sides make the softmax's argument: for each state of the masks a constant, a multiple of
-the score, and biases. Steps do the same at all positions. Their results on a few
-positions, with numbers of all kinds, must equal those of a softmax of this argument.
+A mask or bias, whose value depends on the position, is a side (rule 2). The softmax's
+argument must be a function of the score and the sides at the same position. For each
+state of the masks it is a constant, plus a multiple of the score, plus biases. The
+steps are the same at all positions. So the proof compares their results on a few
+positions, for numbers of all kinds, with a softmax of this argument.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from cfp.program.graph import numpy_dtype
 from cfp.program.part import NotConstant
 from cfp.program.replace import Different
 
-MASKED = -9e3  # A score that is at most this is of a key that is hidden.
+MASKED = -9e3  # An argument up to this hides the key.
 _MOST_STATES = 64
-_MOST_SIDES = 3  # Bools that a float is made of.
-_MOST_OPS = 8  # Ops that make it, one behind another.
+_MOST_SIDES = 3  # Most bools in the formula of a mask in floats.
+_MOST_OPS = 8  # Most nested ops of such a formula.
 _CLOSE = 1e-6
 _ROUNDED = {"f32": 1e-3, "bf16": 0.1, "f16": 0.1}
-# Kinds of scores, and about their size.
+# Kinds of random scores, and their approximate size.
 _KINDS = {"usual": 1, "steep": 5, "low": 20, "equal": 1, "huge": 2e3}
 _DRAWS = 16  # Masks of each kind of scores.
 _SMALL = {"b": 2, "q": 3, "k": 5, "d": 3, "e": 2}
@@ -52,13 +53,13 @@ class Table:
     """The softmax's argument: scale * score + biases, or a number that hides a key.
 
     Attributes:
-        argument: the step that makes it.
-        masks: the sides that hide keys, and the states that each may have.
-        biases: the sides that are added, and their factors.
-        visible, hidden: the states of all masks with which a key is, or is not, seen.
-        passing: the states with which the score is part of the argument.
-        fills: the numbers that hidden keys have.
-        adds: whether one of these is added to a score, and does not absorb it.
+        argument: number of the step that makes the argument.
+        masks: sides that hide keys, with their possible states (values).
+        biases: sides that are added, with their factors.
+        visible, hidden: combinations of the masks' states that show, or hide, a key.
+        passing: combinations with which the argument depends on the score.
+        fills: constants in the arguments of hidden keys.
+        adds: True if such a constant is added to a score without absorbing it.
     """
 
     argument: int
@@ -74,10 +75,10 @@ class Table:
 
 @np.errstate(all="ignore")
 def prove(core: Core) -> Table:
-    """Proves a pass, once for each form, and returns the argument of its softmax.
+    """Proves that a pass is an attention; returns its softmax's argument.
 
     Raises:
-        Different: it computes something else.
+        Different: the pass computes something else.
     """
     proved, form = core.every.values.known, _form(core)
     if form not in proved:
@@ -90,7 +91,7 @@ def prove(core: Core) -> Table:
 
 
 def _form(core: Core) -> tuple:
-    """All that a proof depends on: steps and operands by place, sides by value."""
+    """Key of everything that a proof depends on; equal for equal layers."""
     places: dict[Arg, int] = {number: i for i, number in enumerate(core.steps)}
     values = core.every.program.values
 
@@ -113,10 +114,10 @@ def _form(core: Core) -> tuple:
 
 
 def states_of(core: Core, key: Key) -> States | None:
-    """The values that a mask may have at a position; None of any float.
+    """Values that a mask may have at a position; None for a bias.
 
     Raises:
-        Different: it is neither a mask nor a bias.
+        Different: the side is neither a mask nor a bias.
     """
     values, v = core.every.values, core.sides[key].node[0]
     dtype = core.every.program.values[v].dtype
@@ -127,11 +128,11 @@ def states_of(core: Core, key: Key) -> States | None:
     try:
         return _distinct(values.dense(v))
     except NotConstant as error:
-        raise Different(f"a mask or bias of it is made by {error}") from error
+        raise Different(f"a mask or bias depends on {error}") from error
 
 
 def _distinct(x: np.ndarray) -> States | None:
-    """The numbers of an array, if they are few."""
+    """The distinct numbers of an array, sorted; None if there are many."""
     found, rest = [], x.reshape(-1)
     while rest.size and len(found) <= _MOST_SIDES:
         found.append(float(rest[0]))
@@ -140,10 +141,9 @@ def _distinct(x: np.ndarray) -> States | None:
 
 
 def _made_of_bools(values: Values, v: int, most: int = _MOST_OPS) -> States | None:
-    """The values of a float that is made of bools alone, at each position.
+    """Possible values of a float that is computed from bools alone; None if other.
 
-    Each operand counts as one of its own: another iteration's, or another position's,
-    may differ from it.
+    Operands count as independent, since their iterations or positions may differ.
     """
     value, op = values.program.values[v], values.program.maker(values.same(v))
     if value.dtype == "i1":
@@ -155,7 +155,7 @@ def _made_of_bools(values: Values, v: int, most: int = _MOST_OPS) -> States | No
     own = [_made_of_bools(values, x, most - 1) or () for x in op.operands]
     if not 0 < prod(map(len, own)) <= 2**_MOST_SIDES:
         return None
-    apply = OPS.get(op.kind, lambda x: x)  # A view changes no number.
+    apply = OPS.get(op.kind, lambda x: x)  # Views keep numbers.
     made = np.array([apply(*one) for one in product(*own)])
     return tuple(sorted({*made.astype(numpy_dtype(value.dtype)).astype(float)}))
 
@@ -164,7 +164,7 @@ def _made_of_bools(values: Values, v: int, most: int = _MOST_OPS) -> States | No
 
 
 def _table(core: Core) -> Table:
-    """Computes the argument for all states of masks: a constant scale and biases."""
+    """Computes the argument for all states of masks; raises Different if not linear."""
     states = {key: states_of(core, key) for key in core.sides}
     masks = {key: own for key, own in states.items() if own is not None}
     biases = [key for key, own in states.items() if own is None]
@@ -208,7 +208,7 @@ def _table(core: Core) -> Table:
 def _sums(
     core: Core, masks: Mapping[Key, np.ndarray], biases: Sequence[Key]
 ) -> dict[Arg, np.ndarray | None]:
-    """Steps as [state, a constant and factors of the score and biases], or None."""
+    """Linear steps as [state, constant and factors of score and biases]; else None."""
     count = len(next(iter(masks.values()), [0]))
 
     def one(place: int, number: Any) -> np.ndarray:
@@ -228,7 +228,7 @@ def _sums(
 
 
 def _sum(step: Step, reads: list[np.ndarray]) -> np.ndarray | None:
-    """The sum that an op makes of sums; None if it makes none."""
+    """Linear formula of an op's result from its operands'; None if not linear."""
     kind = step.op.kind
     if kind in VIEWS or (kind == "reduce" and not step.sums):
         return reads[0]
@@ -245,7 +245,7 @@ def _sum(step: Step, reads: list[np.ndarray]) -> np.ndarray | None:
 
 
 def _argument(core: Core, sums: Mapping[Arg, Any]) -> int:
-    """The softmax's argument: the sum with the score that what is no sum is made of."""
+    """Number of the only linear step, with the score, that other steps read."""
     found: set[int] = set()
     others = (step for n, step in core.steps.items() if sums[n] is None)
     for arg in (a for step in others for a in step.args if isinstance(a, int)):
@@ -262,13 +262,12 @@ def _argument(core: Core, sums: Mapping[Arg, Any]) -> int:
 
 
 def _compare(core: Core, table: Table, is_rounded: bool) -> None:
-    """Compares outputs with those of an attention with this argument."""
+    """Compares outputs with a reference attention; raises Different if they differ."""
     known, values = _drawn(core, table, is_rounded), core.every.program.values
     results = [values[step.op.results[0]] for step in core.steps.values()]
     close = max(_ROUNDED[v.dtype] for v in results) if is_rounded else _CLOSE
     want, made = _reference(core, known, table), core.run(known, cast=is_rounded)
-    # An output that is zero, as the gradient of equal scores, or of the score of one
-    # key, has noise; operands are about 1.
+    # An output that should be zero, such as the gradient of equal scores, is noise.
     usual = sum(_norm(np.where(np.isfinite(x), x, 0)) for x in want.values()) + 1
     for name, number in core.outputs.items():
         got, right = np.broadcast_arrays(made[number], want[name])
@@ -280,16 +279,16 @@ def _compare(core: Core, table: Table, is_rounded: bool) -> None:
 
 
 def _norm(x: np.ndarray) -> np.ndarray:
-    """The size of an array, for each draw."""
+    """L2 norm of an array, for each draw."""
     return np.sqrt(np.square(x).reshape(len(x), -1).sum(axis=1))
 
 
 def _drawn(core: Core, table: Table, is_rounded: bool) -> dict[Key, np.ndarray]:
-    """Operands that make scores of all kinds, beyond what exponentials hold, too.
+    """Random operands and sides, for scores of all kinds, also overflowing ones.
 
-    Rule 4: what cannot be shown equal has other numbers, in each contraction. Masks are
-    random, some show few keys and some nearly all; the first query sees no key, or all,
-    in each way. In numbers that are rounded all queries see the first key.
+    Values that are not proved equal (rule 4) get different numbers. Masks are random,
+    and show few to nearly all keys. In some draws the first query sees no key or all,
+    for each combination of states. If rounded, all queries see the first key.
     """
     random, roots = np.random.default_rng(7), core.roots
     kinds = ["usual"] if is_rounded else _KINDS
@@ -331,7 +330,7 @@ def _shape(draws: int, letters: Sequence[str]) -> list[int]:
 def _reference(
     core: Core, known: Mapping[Key, Any], table: Table
 ) -> dict[str, np.ndarray]:
-    """Output and gradients by the textbook, of the scores that a kernel makes."""
+    """Output or gradients by the textbook's formulas, from products of q and k."""
     roots = {name: known[key] for name, key in core.roots.items()}
     pairs = core.steps[core.scores].letters
     scores = contracted(roots["q"], roots["k"], pairs)

@@ -1,14 +1,12 @@
-"""Finds the ops between the contractions of an attention: rule 1.
+"""Finds the ops between the contractions of an attention (rule 1), and equal values.
 
-The search starts at a contraction that makes scores. It follows their readers through
-barriers, loops and stacks, up to the contractions that read results: the mix of values,
-and the gradients of queries, keys and values. All ops on the way are in a closed list.
+The search starts at a contraction that makes scores. It follows the readers of results
+through barriers, loops and stacks. It ends at the contractions that make the output,
+and the gradients of queries, keys and values. All ops between must be in a closed list.
 
-Equality of values, by everything that they depend on: rule 4 of the proof.
-
-A value has an id and an iteration: a loop stacks values, and another loop's body reads
-them at an index. Two values are equal if the same ops make them of equal values, at the
-same index. Without a proof they are different.
+Equality of values (rule 4): a value has an id and an iteration, since a loop stacks
+values, and another loop's body reads them at an index. Two values are equal if the same
+ops make them from equal values, at the same index. Otherwise they count as different.
 """
 
 from __future__ import annotations
@@ -27,27 +25,26 @@ from cfp.program.graph import Op, Program, reached, searched_once
 from cfp.program.part import Constants, NotConstant
 from cfp.program.replace import Different
 
-At = tuple[tuple[int, int], ...]  # loops, each with the number of an index
-Node = tuple[int, At]  # a value, of that iteration of the loops around it
+At = tuple[tuple[int, int], ...]  # (loop, number of an index) pairs
+Node = tuple[int, At]  # A value in given iterations of the loops around it.
 FLOATS = frozenset({"f32", "bf16", "f16"})
 _HERE: At = ()
 _NOTHING: Mapping[int, np.ndarray] = MappingProxyType({})
 
 
 class Values:
-    """Values of a program: for each the one it stands for, and a number."""
+    """Equality of a program's values: `number` is the same for equal values."""
 
     def __init__(self, program: Program) -> None:
-        """Finds loops' counters, and values that loops pass on unchanged."""
         self.program = program
         self._constants = Constants(program)
         self._numbers: dict[Node, int] = {}
         self._table: dict[tuple, int] = {}
-        self._loop_of: dict[int, int] = {}  # of arguments of loops' bodies
+        self._loop_of: dict[int, int] = {}  # Keys: arguments of loops' bodies.
         self._passed_on: set[int] = set()
         self._counters: dict[int, frozenset[int]] = {}
-        self.known: dict[tuple, Any] = {}  # of equal layers: proofs, windows
-        self._held: dict[int, int] = {}  # indices, and among how many places
+        self.known: dict[tuple, Any] = {}  # Proofs and windows, for equal layers.
+        self._held: dict[int, int] = {}  # Clamped indices: {number: places}.
         for op in program.ops:
             if op.has_regions:
                 self._loop_of.update(dict.fromkeys(op.entries, op.id))
@@ -61,7 +58,7 @@ class Values:
 
     @cached_property
     def _leaves(self) -> dict[int, bool]:
-        """Constants; True of those for which places are counted."""
+        """Constants; True if an iota enters."""
         found: dict[int, bool] = {}
         for op in filter(_is_pure, self.program.ops):
             reads = [found.get(self.same(v)) for v in op.operands]
@@ -70,15 +67,15 @@ class Values:
         return found
 
     def is_leaf(self, v: int) -> bool:
-        """True if a value depends on no argument, counter or flag."""
+        """True if a value is constant: depends on no argument, counter or flag."""
         return self.same(v) in self._leaves
 
     def dense(self, v: int, given: Mapping[int, np.ndarray] = _NOTHING) -> np.ndarray:
-        """All of a constant: see `Constants.value`."""
+        """The array of a constant; see `Constants.value`."""
         return self._constants.value(v, self.same, given)
 
     def number_of_constant(self, v: int) -> float | None:
-        """The number that a constant is all over, or None."""
+        """The number of a constant with equal elements, or None."""
         if self._leaves.get(self.same(v), True):
             return None
         try:
@@ -88,12 +85,12 @@ class Values:
         return float(found.reshape(-1)[0]) if found.size == 1 else None
 
     def parent(self, v: int) -> int:
-        """The loop or branch that a value is in; -1 of the program's."""
+        """Id of the loop or branch around a value; -1 without."""
         op = self.program.maker(v)
         return op.parent if op is not None else self._loop_of.get(v, -1)
 
     def same(self, v: int) -> int:
-        """The value that another is, whatever the iteration."""
+        """Id of a value's original, in any iteration."""
         return self.source((v, _HERE))[0]
 
     @cached_property
@@ -104,14 +101,14 @@ class Values:
         return found
 
     def standing(self, v: int) -> list[int]:
-        """All values that barriers, loops and stacks make of one, and itself."""
+        """Ids of a value, its original, and all values that pass it on."""
         return self._standing[self.same(v)]
 
     def readers(self, v: int) -> Iterator[tuple[Op, int, int]]:
-        """The ops that read a value and do not pass it on, with the operand.
+        """Yields the ops that read a value and do not only pass it on.
 
         Yields:
-            (op, index, the operand); an index behind the operands counts into yields.
+            (op, index, operand's id); indices after the operands are yielded values.
         """
         for w in self.standing(v):
             for user, index in self.program.users[w]:
@@ -124,7 +121,7 @@ class Values:
                 yield op, index, w
 
     def _counters_of(self, loop: Op) -> frozenset[int]:
-        """The body's arguments that count 0, 1, 2... in a loop of known length."""
+        """Arguments of the body that count 0, 1, 2... in a loop of known length."""
         found = set[int]()
         entries = loop.entries[len(loop.operands) :]
         for start, entry, v in zip(loop.operands, entries, loop.yields, strict=True):
@@ -138,7 +135,7 @@ class Values:
         return frozenset(found)
 
     def _integer(self, v: int) -> int | None:
-        """The value of an integer constant."""
+        """The number of an integer constant, or None."""
         value = self.program.values[v]
         if value.shape or not value.dtype.startswith(("i", "ui")):
             return None
@@ -148,20 +145,20 @@ class Values:
             return None
 
     def _before_loops(self, v: int) -> int:
-        """A value that enters loops, which pass it on."""
+        """Original of a value that loops pass on unchanged."""
         while v in self._passed_on:
             v = self.program.values[v].origin
         return v
 
     def trips(self, loop: Op) -> int:
-        """The number of a loop's iterations."""
+        """Number of a loop's iterations; 0 for an empty body."""
         inner = [i for i in loop.body if self.program.ops[i].parent == loop.id]
         return self.program.ops[inner[0]].repeat // max(1, loop.repeat) if inner else 0
 
-    # -- what a value stands for -------------------------------------------------------
+    # -- originals ---------------------------------------------------------------------
 
     def source(self, node: Node) -> Node:
-        """The value that barriers, loops and stacks pass on as another one."""
+        """Original of a value that barriers, loops and stacks pass on."""
         program = self.program
         v, at = node
         while True:
@@ -188,14 +185,14 @@ class Values:
         return v, tuple(pair for pair in at if pair[0] in around)
 
     def _around(self, v: int) -> Iterator[int]:
-        """The loops and branches that a value is in."""
+        """Yields the loops and branches around a value."""
         parent = self.parent(v)
         while parent >= 0:
             yield parent
             parent = self.program.ops[parent].parent
 
     def _stacked(self, op: Op, at: At) -> Node | None:
-        """The value that a loop stacked where a slice reads it."""
+        """The value that a loop stacked and a slice reads; None if other."""
         base, outer = self.source((op.operands[0], at))
         loop = self.program.maker(base)
         if loop is None or loop.kind != "while":
@@ -211,7 +208,7 @@ class Values:
         return update.operands[1], (*outer, (loop.id, index))
 
     def update_of(self, loop: Op, place: int) -> Op | None:
-        """The op that stacks a value for each iteration of a loop, in their order."""
+        """The op by which a loop stacks a value of each iteration; None if other."""
         update = self.program.maker(loop.yields[place])
         entry = loop.entries[len(loop.operands) + place]
         if update is None or update.kind != "dynamic_update_slice":
@@ -224,7 +221,7 @@ class Values:
         return update if stack == entry and fits and is_next else None
 
     def _index(self, number: int, count: int) -> int:
-        """The number of an index that is held among so many places."""
+        """Number of an index after it is clamped to `count` places."""
         key = ("index", number, count)
         if number in self._held and self._held[number] == count:
             return number
@@ -235,7 +232,7 @@ class Values:
     # -- numbers -----------------------------------------------------------------------
 
     def number(self, node: Node) -> int:
-        """The number of a value; equal numbers are of equal values."""
+        """Number of a value; values with equal numbers are equal."""
         stack = [self.source(node)]
         while stack:
             v, at = one = stack[-1]
@@ -270,18 +267,18 @@ class Values:
 
 
 def _is_pure(op: Op) -> bool:
-    """True if the result follows from operands and attributes."""
+    """True if operands and attributes determine the result."""
     is_known = op.rule is not None or op.kind in ("constant", "iota")
     return is_known and not op.has_regions and op.kind not in ("rng", "custom_call")
 
 
 @searched_once
 def values_of(program: Program) -> Values:
-    """The values of a program."""
+    """The program's `Values`, cached."""
     return Values(program)
 
 
-# Rule 1: the ops that may stand between contractions; `_is_closed` says how.
+# Rule 1: ops that may be between contractions, see `Region.is_closed`.
 ELEMENTWISE = frozenset(
     {
         *("add", "subtract", "multiply", "divide", "negate", "maximum"),
@@ -299,20 +296,20 @@ _RANDOM = frozenset({"bitcast_convert", "rng", "rng_bit_generator"})
 
 
 def where(op: Op) -> str:
-    """The line of an op, for messages."""
+    """Source line of an op, for messages."""
     return op.source or op.scope or "no line"
 
 
 @dataclass
 class Region:
-    """The ops behind one contraction that may make scores.
+    """The ops that follow a contraction which may make scores.
 
     Attributes:
         scores: the contraction.
         inside: ids of the ops between contractions.
-        members: their values, and scores, before these are passed on.
-        sinks: contractions that read members, each with the operand's index.
-        stacks: values in which loops stack members.
+        members: ids of scores, and of values that ops in `inside` make.
+        sinks: {contraction's id: index of the operand that is a member}.
+        stacks: ids of values in which loops stack members.
     """
 
     values: Values
@@ -327,14 +324,15 @@ class Region:
         self.size = prod(self.program.shape(self.scores.results[0]))
 
     def has(self, v: int) -> bool:
-        """True of a member, or what it is passed on as."""
+        """True for a member, and for values that pass it on."""
         return self.values.same(v) in self.members
 
     def grow(self) -> None:
-        """Follows scores.
+        """Fills the attributes by following the readers of scores.
 
         Raises:
-            Different: something else reads them, or is done with them.
+            Different: an op that is not provable reads them, or the program returns
+                them.
         """
         stack = [*self.scores.results]
         while stack:
@@ -343,7 +341,7 @@ class Region:
                 self.members.add(v)
                 stack += self._made_of(v)
             if len(self.inside) > _MOST_OPS:
-                raise Different("much is computed of the scores besides a softmax")
+                raise Different("too many ops depend on its scores")
 
     def _made_of(self, v: int) -> Iterator[int]:
         program = self.program
@@ -368,7 +366,7 @@ class Region:
                 yield from op.results
 
     def _add_stack(self, update: Op, v: int) -> None:
-        """Adds a stack of a member that a loop makes, and whose slices are read."""
+        """Adds a loop's stack of a member; only slices of it may be read."""
         program, values, [made] = self.program, self.values, update.results
         loop = program.ops[update.parent] if update.parent >= 0 else None
         yields = loop.yields if loop is not None and loop.kind == "while" else ()
@@ -387,7 +385,7 @@ class Region:
     # -- rule 1: a closed list of ops --------------------------------------------------
 
     def is_closed(self, op: Op) -> bool:
-        """True if an op is in the list of provable ops."""
+        """True if an op, with its attributes and dtypes, is provable."""
         program = self.program
         dtypes = {program.values[v].dtype for v in op.results}
         if op.rule is None or not dtypes <= FLOATS:
@@ -397,7 +395,7 @@ class Region:
             is_one = len(op.results) == 1
             largest = LARGEST in op.attributes and start == _LEAST
             return is_one and (largest or (SUM in op.attributes and start == 0.0))
-        if op.kind == "maximum":  # of a softmax's largest score, which is no clip
+        if op.kind == "maximum":  # With -inf, as in a softmax; not a clip.
             return any(self.values.number_of_constant(x) == _LEAST for x in op.operands)
         if op.kind == "select":
             return not self.has(op.operands[0])
@@ -407,7 +405,7 @@ class Region:
 
 
 def contractions(values: Values, v: int, size: int) -> Iterator[Op]:
-    """The contractions of a size that a value is computed of, position by position."""
+    """Yields contractions with `size` elements that a value depends on elementwise."""
     program = values.program
 
     def before(v: int) -> Iterator[int]:
@@ -426,14 +424,14 @@ def contractions(values: Values, v: int, size: int) -> Iterator[Op]:
 
 
 def scores_of(values: Values, exponential: Op) -> Op | None:
-    """The contraction whose result a softmax may be of."""
+    """The contraction whose result may be the scores of a softmax; None without."""
     [v], size = exponential.operands, prod(values.program.shape(exponential.results[0]))
     dot = next(contractions(values, v, size), None)
     return dot if dot is not None and _is_batched(dot) else None
 
 
 def has_dropout(region: Region) -> bool:
-    """True if random numbers enter between contractions."""
+    """True if an op between contractions reads random numbers."""
     program, values = region.program, region.values
 
     def before(v: int) -> Iterable[int]:
@@ -448,7 +446,7 @@ def has_dropout(region: Region) -> bool:
 
 
 def _is_batched(dot: Op) -> bool:
-    """True if a contraction does the same for each sequence or head."""
+    """True if a contraction has a batch dim, such as sequences or heads."""
     left, right, out = (
         {dot.known_rule.major(f) for f in dims} - {None}
         for dims in (*dot.known_rule.operands[:2], dot.known_rule.results[0])

@@ -1,9 +1,9 @@
-"""The analyze pass: makes blocks, state and segments of a program on a mesh.
+"""The analyze pass: finds blocks, state and segments of a program on a mesh.
 
-Also finds the values that pass between segments, from the segment that makes or stores
-them to readers (a chain of layers passes its residual stream to the next segment, a
-tied embedding or the skips of a U-net pass further), pins, state that the host may
-keep, and the work of a step: the counts that its throughput is told by.
+A block is a contraction with the ops that are sharded like it; a segment is a run of
+blocks, which may repeat. The module also finds values that pass between segments (a
+residual stream, a tied embedding, skips of a U-net), resolves pins, finds state that
+may stay in host memory, and counts a step's FLOPs and samples.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ class Analysis:
 
     @cached_property
     def representatives(self) -> tuple[int, ...]:
-        """The segment of each kind that is measured: the second of three or more.
+        """Index of the measured segment of each kind.
 
-        The first and the last of a stack have other neighbours than the rest.
+        It is the second of three or more, since the first and the last of a stack have
+        other neighbours than the rest; otherwise the first.
         """
         found: dict[int, list[int]] = {}
         for segment in self.segments:
@@ -79,7 +80,7 @@ class Analysis:
 
     @cached_property
     def passing(self) -> Mapping[Pair, list[int]]:
-        """For pairs of segments what passes between them; see `find_passing`."""
+        """{(maker, reader): ids of values that pass}; see `find_passing`."""
         return find_passing(self.frame, self.segments)
 
 
@@ -103,6 +104,7 @@ def build_frame(
     """Finds the blocks and the state of a program.
 
     Args:
+        pins: {argument position: sharding} that the user fixed.
         outer: axes of the mesh along which devices are on different hosts.
     """
     axes = tuple((name, size) for name, size in mesh if size > 1)
@@ -136,12 +138,12 @@ def build_frame(
 
 @searched_once
 def _blocks_and_state(program: Program) -> tuple[Any, ...]:
-    """The part of a frame that no mesh decides: equal values, pairs, state, blocks."""
+    """Finds equal values, pairs, state and blocks, which do not depend on the mesh."""
     flow = Flow(program)
     paired = pair_outputs(flow)
     groups = find_storage(flow, paired)
     updates = {op for g in groups for op in (*g.ops, *g.inner_ops)}
-    # What a step only hands on, such as a cache or a hidden state, is no parameter.
+    # State without an update, such as a cache or a hidden state, is no parameter.
     parameters = {
         position
         for group in groups
@@ -155,10 +157,10 @@ def _blocks_and_state(program: Program) -> tuple[Any, ...]:
 
 
 def find_passing(frame: Frame, segments: Sequence[Segment]) -> Mapping[Pair, list[int]]:
-    """For each pair of segments the values that pass from the one to the other.
+    """Returns {(maker, reader): ids of values} for pairs of segments.
 
-    An argument passes from the segment that stores it, or that reads it first, to all
-    other readers. Of several readers of one kind only the nearest counts: they mostly
+    An argument's maker is the segment that stores it, or else its first reader. Of
+    several readers of one kind, only the nearest on each side counts: they mostly
     choose alike, and a compiler reshards a value to one sharding once.
     """
     found: dict[Pair, list[int]] = {}
@@ -173,7 +175,7 @@ def find_passing(frame: Frame, segments: Sequence[Segment]) -> Mapping[Pair, lis
 def _made(
     frame: Frame, segments: Sequence[Segment], place: Mapping[int, int]
 ) -> Iterator[tuple[int, int]]:
-    """Values that may pass on, with the segments that they come from."""
+    """Yields (value id, segment that makes or stores it); scalars are left out."""
     program = frame.program
     for segment in segments:
         for op_id in segment.ops:
@@ -196,7 +198,7 @@ def _made(
 
 
 def _readers(frame: Frame, place: Mapping[int, int], value: int) -> set[int]:
-    """Segments that read a value."""
+    """Returns indices of the segments that read a value."""
     program = frame.program
     tops = (program.top_level(user) for user, _ in program.uses(value))
     return {place[op] for op in tops if op in place}
@@ -205,7 +207,7 @@ def _readers(frame: Frame, place: Mapping[int, int], value: int) -> set[int]:
 def _nearest(
     segments: Sequence[Segment], maker: int, readers: Iterable[int]
 ) -> Iterator[int]:
-    """The readers that count: neighbours, and the nearest of each kind on each side."""
+    """Yields the nearest reader of each kind on each side of the maker."""
     seen: set[tuple[bool, int]] = set()
     for reader in sorted(readers, key=lambda index: abs(index - maker)):
         mark = reader > maker, segments[reader].kind
@@ -216,10 +218,10 @@ def _nearest(
 
 
 def update_blocks(frame: Frame) -> set[int]:
-    """Finds blocks without products that lie in the optimizer's update.
+    """Returns indices of blocks in the optimizer's update.
 
-    No product reads their results, which reach the returned state. They read gradients,
-    or meet gradients with values of the state alone, such as a weight's norm.
+    No product reads their results, which reach the returned state. The blocks read
+    gradients, or combine gradients with values of the state alone (a weight's norm).
     """
     program, flow = frame.program, Flow(frame.program)
     ops = program.ops
@@ -243,7 +245,7 @@ def update_blocks(frame: Frame) -> set[int]:
 
 
 def _downstream(flow: Flow, values: Sequence[int]) -> set[int]:
-    """Finds the ops that compute with some values, directly or not."""
+    """Returns ids of the ops that read some values, directly or not."""
     made = flow.made_of(values, lambda op: True)
     return {op.id for op, _ in flow.readers(*made)}
 
@@ -256,11 +258,11 @@ def resolve_pins(
     program: Program,
     mesh: Mesh,
 ) -> dict[int, Spec]:
-    """Turns pinned paths into shardings by argument position.
+    """Turns pins {pattern: sharding} into {argument position: sharding}.
 
     A pattern is an argument's path, or a path's end after a ``/``, or a glob of either:
-    ``state/params/*/kernel``. A whole path is that argument alone. Of several matching
-    patterns the last wins.
+    ``state/params/*/kernel``. A whole path matches that argument alone. If several
+    patterns match an argument, the last wins.
 
     Raises:
         CfpError: a pattern matches no argument, or its sharding does not fit one.
@@ -282,7 +284,7 @@ def resolve_pins(
 
 
 def _like(name: str, pattern: str) -> str:
-    """The end of a path that is as long as a pattern, with the pattern's wildcards."""
+    """Cuts a path to a glob's length and puts the wildcards in, as a suggestion."""
     parts = pattern.split("/")
     ends = name.removesuffix("/value").split("/")[-len(parts) :]
     if "*" not in pattern or len(ends) < len(parts):
@@ -319,23 +321,24 @@ def _fit(
     return tuple(dims)
 
 
-# -------------------------------------------------------------------- state in the host
+# ---------------------------------------------------------------- state in host memory
 
-# State that a step reads and writes once, and that the host may keep between steps.
-# Found from the program's structure: an argument whose new value is a result, and which
-# nothing reads but its own update. Moments of an optimizer are such state, and float32
-# copies of parameters that the step computes with in bfloat16.
+# The host may keep state between steps that only its own update reads. Such state are
+# moments of an optimizer, and float32 copies of parameters used in bfloat16.
 
-# What is smaller is not worth a transfer. Guess: PCIe moves it in 20 microseconds.
+# Smaller arrays are not worth a transfer. Guess: PCIe moves 1 MiB in 20 microseconds.
 _LEAST_BYTES = 2**20
 
 
-# Bytes of state, by the argument and the result that is its new value.
+# {(argument position, index of the result that is its new value): bytes}.
 HostState = Mapping[tuple[int, int], int]
 
 
 def movable_state(frame: Frame) -> HostState:
-    """Finds the state that only its own update reads, the largest first."""
+    """Finds state of 1 MiB or more that only its update reads, the largest first.
+
+    Constant state, and state that is in host memory already, is left out.
+    """
     program, found = frame.program, dict[tuple[int, int], int]()
     for group in frame.groups:
         for argument in group.args:
@@ -350,14 +353,15 @@ def movable_state(frame: Frame) -> HostState:
 
 
 def enough_state(frame: Frame, lacking_bytes: int) -> list[HostState]:
-    """Chooses what to keep in the memory of the host, the least first.
+    """Returns sets of state to keep in host memory, the smaller set first.
 
     Args:
-        lacking_bytes: memory that each device lacks. State counts as what one device
-            has of it where all of them share it.
+        lacking_bytes: memory that each device lacks. Each state frees its bytes divided
+            by the number of devices.
 
     Returns:
-        So much of the largest as is lacking, and all that there is.
+        The fewest of the largest states that free enough, and all movable state. One
+        set if both are equal; none without movable state.
     """
     every, ways = movable_state(frame), prod(size for _, size in frame.mesh)
     moved = accumulate(size // ways for size in every.values())
@@ -371,28 +375,30 @@ def enough_state(frame: Frame, lacking_bytes: int) -> list[HostState]:
 _NARROW = ("bf16", "f16")
 _INTEGERS = ("i8", "i16", "i32", "i64", "ui8", "ui16", "ui32", "ui64")
 _LONG = ("cholesky", "custom_call", "fft", "sort", "triangular_solve")
-# What a FLOP saves in FP8, and a quantized number takes, on an H200 (docs/fp8.md).
+# Time that FP8 saves per FLOP, and costs per quantized number, on an H200, docs/fp8.md.
 _SAVED_MS, _QUANTIZED_MS = 0.71e-12, 1.65e-9
-# What leaves the rows of a table as they are, or takes some of them.
+# Ops that keep the rows of a table, or take some of them.
 _ROWS_PASS = ("broadcast_in_dim", "convert", "dynamic_slice", "reshape", "slice")
 
 
 def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
-    """Returns a step's FLOPs and batch as a plan's counts.
+    """Returns a step's FLOPs and batch as a plan's counts; {} without FLOPs.
 
     Args:
-        batch: positions of the arguments that hold a batch, with the ranks of their
-            first dims; see `cfp.presets.roles.data_arguments`.
+        batch: {position of an argument that holds a batch: rank of its first dim}; see
+            `cfp.presets.roles.data_arguments`.
 
     Returns:
-        ``model_flops`` of a step, without rematerialization by the step itself;
-        ``narrow_share``, the part in types of 16 bits; ``fp8_share``, the part in FP8;
-        ``fp8_saves_ms``, what it saves each device by estimate;
-        ``devices_by_hand``, the largest number of devices in a region that the user
-        sharded by hand; ``batch_samples``, and ``batch_tokens`` if integers of the
-        batch look up several rows of a table of parameters for each sample;
-        ``uncounted_loops``, the number of loops with products and of unknown length, of
-        which one iteration counts. Unknown counts are absent.
+        Unknown counts are absent.
+        ``model_flops``: of one step, without the step's own rematerialization;
+        ``narrow_share``: part of them in 16 bits or FP8;
+        ``fp8_share``: part of them in FP8;
+        ``fp8_saves_ms``: estimated time that FP8 saves on each device;
+        ``devices_by_hand``: most devices of a region that the user sharded by hand;
+        ``batch_samples``: samples of the batch;
+        ``batch_tokens``: table rows that integers of the batch look up, if more;
+        ``uncounted_loops``: number of loops with products and of unknown length. One
+        iteration of each counts.
     """
     program = frame.program
     flops = program_flops(program) - rematerialized_flops(program, frame.blocks)
@@ -425,7 +431,7 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
 
 
 def _samples(program: Program, v: int, others: Set[tuple[int, ...]]) -> int:
-    """Counts the samples of an argument: rows, or rows of all microbatches.
+    """Counts the samples in an argument of the batch: rows, or all microbatches' rows.
 
     A loop over microbatches carries no value with their rows; a loop over time steps
     does.
@@ -450,22 +456,19 @@ def _samples(program: Program, v: int, others: Set[tuple[int, ...]]) -> int:
 
 
 def uncounted_loops(program: Program) -> list[Op]:
-    """Lists loops with products whose number of iterations is unknown.
-
-    Loops without products, such as for random numbers, take next to no time.
-    """
+    """Returns loops of unknown length with products or other long work in them."""
     return [op for op in program.ops if op.uncounted and _is_long(program, op)]
 
 
 def long_branches(program: Program) -> list[Op]:
-    """Lists branches with products, or other long work such as a factorization."""
+    """Returns branches with products, or other long work such as a factorization."""
     return [
         op for op in program.ops if op.kind in ("case", "if") and _is_long(program, op)
     ]
 
 
 def _is_long(program: Program, op: Op) -> bool:
-    """True if there is more in an op's regions than elementwise work and sums."""
+    """True if an op's regions have more than elementwise work and reductions."""
     return any(
         is_contraction(one) or call_flops(one) > 0 or one.kind in _LONG
         for one in map(program.ops.__getitem__, op.body)
@@ -497,7 +500,7 @@ def _looked_up(
     for op in program.ops:
         if op.kind != "gather" or op.operands[0] not in table:
             continue
-        # Of each index the last dim has the row, and zeros of the other dims, if any.
+        # The indices' last dim has one lookup's coordinates; the others count lookups.
         count = prod(values[op.operands[1]].shape[:-1])
         width = prod(values[op.operands[0]].shape[1:])
         is_row = width > 1 and prod(values[op.results[0]].shape) == count * width
@@ -506,7 +509,7 @@ def _looked_up(
 
 
 def _share(program: Program, dtypes: Collection[str]) -> float:
-    """Returns the share of FLOPs in contractions of these types."""
+    """Returns the share of FLOPs, 0 to 1, in contractions of these operand types."""
     total = meant = 0.0
     for op in program.ops:
         if op.manual is not None:
@@ -524,19 +527,15 @@ def _share(program: Program, dtypes: Collection[str]) -> float:
 def program_flops(program: Program) -> int:
     """Counts floating-point operations of one step: two for each multiply-add.
 
-    Contractions count, as often as their loops run; elementwise ops and reductions do
-    not. An unsharded custom_partitioning op counts, too. Of ragged products those of
-    each row's own group count.
+    Contractions and calls of known FLOPs count, as often as their loops run;
+    elementwise ops and reductions do not. See `model_flops` for ragged products.
     """
     every = (op for op in program.ops if is_contraction(op) or call_flops(op))
     return sum(model_flops(program, op) for op in every)
 
 
 def rematerialized_flops(program: Program, blocks: Sequence[Block]) -> int:
-    """Counts the part of `program_flops` that the step itself rematerializes.
-
-    ``jax.checkpoint`` counts; rematerialization by a plan is no part of the program.
-    """
+    """Counts the part of `program_flops` that ``jax.checkpoint`` computes again."""
     again = [
         program.ops[member.op]
         for block in blocks
@@ -548,19 +547,15 @@ def rematerialized_flops(program: Program, blocks: Sequence[Block]) -> int:
 
 # -------------------------------------------------------------------- ragged products
 
-# :func:`jax.lax.ragged_dot` multiplies each row by the matrix of its group alone. XLA
-# multiplies every row with every matrix: of each group it has a copy of the rows, with
-# zeros in place of those of other groups. That takes the time of all these products,
-# but the model asks for those of each row's own group only.
+# :func:`jax.lax.ragged_dot` multiplies each row by the matrix of its group. XLA
+# multiplies every row by every matrix: it copies the rows once for each group, and
+# masks rows of other groups by zeros. Only products with a row's own group count here.
 
 _SAME = ("convert", "optimization_barrier")
 
 
 def model_flops(program: Program, op: Op) -> int:
-    """Counts the floating-point operations of `op_flops` that the model needs.
-
-    Products of rows with matrices of other groups, which are zeros, do not count.
-    """
+    """Returns `op_flops`, less a ragged product's FLOPs for masked rows."""
     if op.manual is not None:
         inner = op.manual.program
         saved = sum(
@@ -582,7 +577,7 @@ def model_flops(program: Program, op: Op) -> int:
 
 
 def _group_dims(program: Program, value: int) -> list[int]:
-    """Lists the dims of a masked value along which each group has a copy."""
+    """Returns the dims of a masked value along which each group has a copy."""
     op, transposes = _behind(program, value, _SAME)
     if op is None or op.kind != "select" or not program.is_leaf(op.operands[2]):
         return []
@@ -596,7 +591,7 @@ def _group_dims(program: Program, value: int) -> list[int]:
 
 
 def _bound_dims(program: Program, value: int) -> list[int]:
-    """Lists the dims that bounds are of, where a value compares them with numbers."""
+    """Returns the dims of the bounds, if a value compares bounds with constants."""
     op = program.maker(value)
     if op is None or op.kind != "compare":
         return []
@@ -609,7 +604,7 @@ def _bound_dims(program: Program, value: int) -> list[int]:
 
 
 def _fresh_dims(program: Program, value: int) -> list[int]:
-    """Lists the dims along which a value holds copies of another one."""
+    """Returns the dims along which a value is broadcast."""
     op, transposes = _behind(program, value, ())
     if op is None or op.kind != "broadcast_in_dim":
         return []
@@ -621,7 +616,10 @@ def _fresh_dims(program: Program, value: int) -> list[int]:
 def _behind(
     program: Program, value: int, same: Collection[str]
 ) -> tuple[Op | None, list[Op]]:
-    """The op that makes a value, before transposes, the last first, and ops `same`."""
+    """Skips back over transposes and ops of kinds `same`.
+
+    Returns the op before them (None for an argument) and the transposes, last first.
+    """
     transposes = []
     while (op := program.maker(value)) and op.kind in ("transpose", *same):
         transposes += [op] if op.kind == "transpose" else []
@@ -630,7 +628,7 @@ def _behind(
 
 
 def _transposed(dims: list[int], transposes: list[Op]) -> list[int]:
-    """Returns the places of a value's dims behind transposes, the last one first."""
+    """Maps dims through transposes, which are listed last first."""
     for op in reversed(transposes):
         dims = [n for n, dim in enumerate(op.integers("permutation")) if dim in dims]
     return dims

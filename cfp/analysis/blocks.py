@@ -1,11 +1,11 @@
 """Assigns each op to a ParallelBlock: the contraction whose sharding it follows.
 
-A block holds an anchor, the contractions derived from it, and the ops between them
-and the next contraction. Forward ops belong to the contraction before them, backward
-ops to the derived contraction after them. "Before" and "after" go around loops: the
-first ops of a loop's body come after the last contraction of the iteration before. Ops
-that update the state (an optimizer's) belong to no block; they follow the storage of
-the state that they update (:mod:`cfp.analysis.storage`).
+A block has an anchor (a forward contraction), the contractions derived from it (such
+as for gradients), and ops around them. Forward ops belong to the contraction before
+them, backward ops to the derived contraction after them. The first ops of a loop's body
+come after the last contraction of the previous iteration. An optimizer's ops belong to
+no block: they follow the storage of the state that they update
+(:mod:`cfp.analysis.storage`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FAR = -(2**60)
 
 
 class _Labels:
-    """The index of each op's block, or -1; an anchor is its block's first member."""
+    """Finds each op's label: its block's index, or -1. An anchor is a first member."""
 
     def __init__(
         self, flow: Flow, members: list[list[Member]], update_ops: Set[int]
@@ -80,8 +80,8 @@ class _Labels:
                     labels[op.id] = before
                 if not self._may_hold(op.id, labels[op.id]):
                     labels[op.id] = NONE
-                # What is left (parameters on their way to their first use, and
-                # gradients of what no contraction reads) follows its neighbours.
+                # Other ops follow their neighbours: casts of parameters before their
+                # first use, and gradients that no contraction reads.
         self._fill(labels, (True, False, True))
         self._reattach(labels)
         self._widen(labels, backward)
@@ -96,24 +96,24 @@ class _Labels:
         )
 
     def _may_hold(self, op: int, block: int) -> bool:
-        """True if an op may follow a block; in a loop with contractions, of these."""
+        """True if an op may have this label: in a loop, only of contractions there."""
         held = self.held.get(self.program.top_level(op))
         return block != NONE and (held is None or block in held)
 
     def _upstream(self) -> tuple[list[int], list[bool]]:
-        """Per op: the latest anchor's block upstream; whether it is backward.
+        """Returns by op id: block of the latest anchor upstream; True if backward.
 
         A value's time is the rank of the latest anchor upstream. Inside a loop, times
-        of the iteration before are moved below all of this iteration's, and times of
-        what comes from outside below these.
+        from the previous iteration are shifted below all times of this iteration. Times
+        of values from outside are shifted below both.
         """
         program, count = self.program, len(self.rank)
         of_op = [NONE] * len(program.ops)
         op_backward = [False] * len(program.ops)
         times: list[int] = []
         backward: list[bool] = []
-        # Once more for each loop that data goes around in. Times need not settle where
-        # an inner loop swaps what it carries: any of them will do.
+        # One more turn for each loop. If an inner loop swaps carried values, times need
+        # not converge, and any of them will do.
         loops = sum(op.kind == "while" for op in program.ops)
         for _turn in range(loops + 2):
             before = times
@@ -133,13 +133,13 @@ class _Labels:
                         times[result] = best if best == _FAR else best % count
                         backward[result] = any(backward[s] for s in sources)
                     continue
-                # A number (a loss, a norm, a seed) ties no dims together.
+                # A scalar (a loss, a norm, a seed) ties no dims together.
                 shaped = [v for v in reads if program.shape(v)]
                 best = max((times[v] for v in shaped), default=_FAR)
                 back = any(backward[v] for v in shaped) or op.id in self.derived
                 if op.id in self.member_block and op.id not in self.derived:
-                    # Behind an anchor data is on its way forward, also in a second
-                    # forward pass that starts from what a backward pass made.
+                    # Data behind an anchor is forward, even in a second forward pass
+                    # that starts from results of a backward pass.
                     best, back = self.rank[self.member_block[op.id]], False
                 of_op[op.id] = NONE if best == _FAR else self.by_rank[best % count]
                 op_backward[op.id] = back
@@ -177,12 +177,11 @@ class _Labels:
             times[entry] = around % count - count
 
     def _fill(self, labels: list[int], directions: tuple[bool, ...]) -> None:
-        """Gives ops that are still without a block their largest neighbour's.
+        """Gives ops without a label that of their largest neighbour, in place.
 
         Args:
-            labels: changed in place.
-            directions: for each pass over the program whether it looks at what an op
-                reads, in program order, or at what reads it, in reverse order.
+            directions: for each pass, True to look at operands, in program order; False
+                to look at readers of results, in reverse order.
         """
         program = self.program
         for forward in directions:
@@ -200,7 +199,7 @@ class _Labels:
                     labels[op.id] = max(near)[1]
 
     def _reattach(self, labels: list[int]) -> None:
-        """Moves ops, such as masks, that share no dim with their contractions."""
+        """Gives ops without a dim of their block (masks) their neighbours' labels."""
         before = list(labels)
         ops = self._by_block(labels)
         for label, members in enumerate(self.members):
@@ -214,11 +213,11 @@ class _Labels:
                 labels[op_id] = label
 
     def _widen(self, labels: list[int], backward: list[bool]) -> None:
-        """Moves ops that are broadcast for a block to the block with the other dims.
+        """Moves ops with dims that their block lacks to a block that has these dims.
 
-        Embeddings of positions, for example, are computed once for all rows, and added
-        to activations. They follow the activations: a block without the batch dim would
-        replicate its part. Sums over the batch in the backward pass follow, too.
+        Position embeddings, for example, are broadcast over the batch: their own block,
+        without the batch dim, would replicate them, so they follow the activations.
+        Sums over the batch in the backward pass follow, too.
         """
         ops = self._by_block(labels)
         for label in self.by_rank:
@@ -249,7 +248,7 @@ class _Labels:
         return ops
 
     def _broadcast(self, ops: list[int], lacking: dict[int, Set[int]]) -> set[int]:
-        """Ops that give dims that a block lacks to what its contractions made."""
+        """Returns ops that broadcast contractions' results along `lacking` factors."""
         made: set[int] = set()
         found = set()
         for op_id in ops:
@@ -262,7 +261,7 @@ class _Labels:
         return found
 
     def _parts(self, ops: list[int]) -> list[list[int]]:
-        """Ops that data connects, in program order."""
+        """Groups ops that are connected by data, each group in program order."""
         parts, known = UnionFind(), set(ops)
         for op_id in ops:
             for v in self.program.ops[op_id].results:
@@ -281,11 +280,11 @@ class _Labels:
         labels: list[int],
         label: int,
     ) -> list[int]:
-        """Lists blocks of operands with dims that a block lacks, latest first.
+        """Returns blocks that may have the dims that block `label` lacks.
 
-        Blocks of the ops' readers come behind them. A product of rows of the batch and
-        a matrix that all rows share has dims that only the next contraction has all of.
-        A bias that was looked up and is added to each row is another case.
+        Blocks that make operands with these dims come first, then blocks of readers;
+        the latest first in each. Only readers may have all dims of a shared matrix
+        times rows of the batch, or of a looked-up bias that is added to each row.
         """
         near: set[int] = set()
         for op_id in part:
@@ -310,7 +309,7 @@ class _Labels:
         block: int,
         labels: list[int],
     ) -> bool:
-        """Moves ops to a block that has all their dims; whether there were any."""
+        """Moves candidates with all dims in a block to it; True if any moved."""
         held = [op for op in candidates if self._may_hold(op, block)]
         joined = [*ops[block], *held]
         lacking = self._lacking(joined, self.members[block], held)
@@ -323,7 +322,7 @@ class _Labels:
     def _lacking(
         self, ops: list[int], members: list[Member], asked: list[int]
     ) -> dict[int, tuple[Set[int], bool]]:
-        """For ops with a rule the factors that contractions lack; true if any other."""
+        """Returns {op: (factors that contractions lack, True if they have others)}."""
         classes = DimClasses(
             self.program, ops, tuple(members), self.flow.canonical, axis_size=1
         )
@@ -335,7 +334,7 @@ class _Labels:
                     anchored.add(classes.of_dim(v, dim))
         for op_id in ops:
             if (rule := self.program.ops[op_id].rule) is not None:
-                # A dim that a reshape splits off comes with the rest of what it was.
+                # Minor factors of a reshaped dim count if its major factor does.
                 for major, *minor in filter(None, chain(*rule.operands, *rule.results)):
                     if classes.of_factor(op_id, major) in anchored:
                         anchored.update(classes.of_factor(op_id, f) for f in minor)
@@ -350,21 +349,20 @@ class _Labels:
         return found
 
 
-# Parts of a program without contractions and without a tensor of this many elements
-# (random keys, counters) are not worth a block.
+# Parts without contractions get a block if they have a tensor of this many elements;
+# random keys and counters have fewer.
 _MIN_ELEMENTS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A ParallelBlock.
+    """A ParallelBlock: ops that follow the sharding of one contraction, the anchor.
 
     Attributes:
-        members: its contractions, the anchor first.
-        ops: ids of all its ops, contractions included, in program order.
-        name: its place in the user's model; see :mod:`cfp.analysis.flow`.
-        weight: place of the anchor's operand that is a parameter; -1 if none is, or
-            several are.
+        members: the contractions, the anchor first.
+        ops: ids of all ops, contractions included, in program order.
+        name: place in the user's model; see :mod:`cfp.analysis.flow`.
+        weight: index of the anchor's only operand from a parameter; -1 for none or two.
     """
 
     index: int
@@ -385,8 +383,8 @@ def find_blocks(
     """Groups a program's ops into ParallelBlocks.
 
     Args:
-        update_ops: ops that only update state; they stay outside.
-        parameters: positions of the arguments that are parameters, for names.
+        update_ops: ids of ops that only update state; they get no block.
+        parameters: positions of arguments that are parameters, for names.
     """
     program = flow.program
     members = find_members(program, numbers)
@@ -410,7 +408,7 @@ def find_blocks(
 def _extra_anchors(
     flow: Flow, labels: list[int], update_ops: Set[int]
 ) -> list[list[Member]]:
-    """Anchors of parts without contractions: the ops with the largest results."""
+    """Returns an anchor for each part without contractions: the largest result's op."""
     program = flow.program
     apart = update_ops | program.leaf_ops
     rest = {

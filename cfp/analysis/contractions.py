@@ -1,20 +1,19 @@
 """Anchors, the contractions derived from them, classes of dims, and value numbers.
 
-An *anchor* is a contraction of the forward pass, or a lookup. The lookup's table is
-made by no contraction, as an embedding, or the lookup makes at least as much as it
-reads, as of a graph's nodes for its edges. From ``C = A B`` differentiation makes ``dB
-= A^T dC`` and ``dA = dC B^T``: contractions that share one operand with the anchor and
-whose other operand has the dims of ``C``. That structure identifies them, with a map of
-their factors to the anchor's.
+An *anchor* is a contraction of the forward pass, or a lookup. A lookup needs a table
+that no contraction computes (an embedding), or a result at least as large as the table
+(edges that look up their nodes). Differentiation of ``C = A B`` makes ``dB = A^T dC``
+and ``dA = dC B^T``. These *derived* contractions share one operand with the anchor, and
+their other operand, the cotangent, has the dims of ``C``. Both facts identify them, and
+map their factors to the anchor's.
 
-Operands are the same if their value numbers are: equal numbers mean equal tensors, up
-to dtype and unit dims. Rematerialized code computes values twice, in loops too; a
-backward loop reads what the forward loop stacked. Numbers see through both, through
-casts and through barriers.
+Values with equal *numbers* are equal tensors, up to dtype and unit dims. Numbers see
+through casts, barriers, rematerialization, and stacks that a forward loop writes and a
+backward loop reads.
 
-Dims of a block's tensors that must be sharded together form classes. Dims that an op
-maps to one factor are of one class, and classes join through the tensors between ops.
-Contractions do not join classes: a block's strategy decides there.
+*Classes* are dims of a block's tensors that must be sharded together. All dims of one
+factor of an op are in one class, unless the op is a contraction: the block's strategy
+decides there.
 """
 
 from __future__ import annotations
@@ -35,9 +34,10 @@ class Member:
     """A contraction of a block.
 
     Attributes:
-        factors: for each of its factors the anchor's factor, or -1.
-        cotangent: the operand index that holds the cotangent of the anchor's
-            result; -1 for the anchor and its rematerializations.
+        op: the contraction's op id.
+        factors: the anchor's factor for each factor of the contraction, or -1.
+        cotangent: index of the operand that is the cotangent of the anchor's result;
+            -1 for the anchor and its rematerializations.
     """
 
     op: int
@@ -46,14 +46,14 @@ class Member:
 
     @property
     def derived(self) -> bool:
-        """True if differentiation made it."""
+        """True if differentiation made the contraction."""
         return self.cotangent >= 0
 
 
 def is_contraction(op: Op) -> bool:
     """True if an op sums products over a factor that two operands share.
 
-    A custom_partitioning op is one if there are products in what it computes.
+    A custom call counts if it has known FLOPs, from products inside.
     """
     if op.rule is None:
         return False
@@ -69,27 +69,22 @@ def is_contraction(op: Op) -> bool:
 
 
 def is_product(op: Op) -> bool:
-    """True if an op is a contraction, or a lookup in a table."""
+    """True if an op is a contraction or a gather."""
     return is_contraction(op) or op.kind == "gather"
 
 
 def _differentiated_later(op: Op) -> bool:
-    """True if JAX's scope puts an op in the forward pass.
+    """True if JAX's scope puts an op in a differentiated forward pass.
 
-    Structure is not enough: the second product of ``(x @ w) @ w.T`` looks like a
-    derivative of the first. A scatter that sums gathered rows follows the gather, in
-    either pass.
+    The second product of ``(x @ w) @ w.T`` has the structure of a derivative of the
+    first. A scatter returns False: it follows the gather of its rows in either pass.
     """
     forward = "jvp(" in op.scope and "transpose(" not in op.scope
     return forward and op.kind != "scatter"
 
 
 def find_members(program: Program, numbers: Numbers) -> list[list[Member]]:
-    """Groups contractions into blocks.
-
-    Returns:
-        For each block its members, the anchor first; blocks in program order.
-    """
+    """Groups contractions into blocks: members of each, the anchor first."""
     return _Finder(program, numbers).run()
 
 
@@ -102,7 +97,7 @@ class _Finder:
         self.numbers = numbers
         self.blocks: list[list[Member]] = []
         self.by_result: dict[int, int] = {}
-        # The blocks whose anchor reads a tensor, by its number, and at which operand.
+        # {number of a tensor: (block whose anchor reads it, operand index) pairs}.
         self.by_operand: dict[int, list[tuple[int, int]]] = {}
 
     def run(self) -> list[list[Member]]:
@@ -127,7 +122,7 @@ class _Finder:
             if candidates:
                 derived.append(candidates)
                 continue
-            # A product of two whole tensors, as of a norm, is no more than a sum.
+            # A product of two tensors to a scalar, such as a norm, is only a reduction.
             is_number = not self.program.shape(op.results[0])
             if op.kind != "scatter" and not (op.kind == "dot_general" and is_number):
                 self._anchor(op)
@@ -136,10 +131,10 @@ class _Finder:
         return self.blocks
 
     def _spreads(self, op: Op) -> bool:
-        """True if a forward pass's gather makes no less than it reads, with new dims.
+        """True for a forward gather with new dims, and a result as large as its table.
 
-        With these sharded the table is gathered, which is less than to reduce
-        the result. Where a loss picks few scores, their sum is less.
+        With new dims sharded, the compiler gathers the table, which costs less than to
+        reduce the result. A loss that picks few scores is cheaper to reduce.
         """
         if "transpose(" in op.scope:
             return False
@@ -158,24 +153,28 @@ class _Finder:
             self.by_operand.setdefault(base, []).append((block, index))
 
     def _view(self, value: int) -> tuple[int, Permutation]:
-        """The number of the tensor that a value is a view of, and its dims there."""
+        """Returns the number of the tensor that a value views, and the dims' order."""
         number = self.numbers[value]
         rank = len(squeeze(self.program.shape(value)))
         return self.numbers.views.get(number, (number, tuple(range(rank))))
 
     def _read(self, op: Op, index: int) -> int:
-        """The value of an operand; of a scatter's places, before these are clamped."""
+        """Returns an operand's value; a scatter's indices as before their clamp."""
         value = op.operands[index]
         before = self.program.maker(value)
         if op.kind == "scatter" and index == 1 and before is not None:
-            # The gather may read them clamped, too.
+            # If the gather read clamped indices, too, they are known.
             is_known = self._view(value)[0] in self.by_operand
             if before.kind == "clamp" and not is_known:
                 return before.operands[1]
         return value
 
     def _candidates(self, op: Op, moved: bool = False) -> Candidates:
-        """Blocks that a contraction may be derived from, if vmap has moved dims."""
+        """Returns blocks that a contraction may be derived from.
+
+        Args:
+            moved: vmap may have moved dims of the cotangent.
+        """
         found = []
         for shared, cotangent in [(1, 2)] if op.kind == "scatter" else [(0, 1), (1, 0)]:
             if cotangent >= len(op.operands):
@@ -191,7 +190,7 @@ class _Finder:
     def _factor_map(
         self, op: Op, shared: int, cotangent: int, anchor: Op, index: int, moved: bool
     ) -> tuple[int, ...] | None:
-        """Maps a contraction's factors to the anchor's; None if it is not derived."""
+        """Maps a contraction's factors to the anchor's; None if not derived from it."""
         rule, base = op.known_rule, anchor.known_rule
         mine = self._sharing(op, shared)
         theirs = self._sharing(anchor, index)
@@ -212,7 +211,7 @@ class _Finder:
         return None
 
     def _sharing(self, op: Op, index: int) -> list[int]:
-        """The factors of an operand, in the order of the tensor it is a view of."""
+        """Returns an operand's factors, in the order of dims of the viewed tensor."""
         factors = _factors(op.known_rule, op.known_rule.operands[index])
         _, order = self._view(self._read(op, index))
         if len(order) != len(factors):
@@ -220,12 +219,12 @@ class _Finder:
         return [f for _, f in sorted(zip(order, factors, strict=True))]
 
     def _fits(self, found: dict[int, int], op: Op, anchor: Op, index: int) -> bool:
-        """True if a contraction makes the gradient of the anchor's operand."""
+        """True if the result has the factors of the anchor's other operand."""
         rule, base = op.known_rule, anchor.known_rule
         other = base.operands[1 - index]
         produced = _factors(rule, rule.results[0])
         if op.kind in ("scatter", "convolution"):
-            # Windows move through these: the sizes of some factors change.
+            # The sizes of window factors change.
             more = dict(found)
             if _align(more, rule, produced, base, _factors(base, other)):
                 found.update(more)
@@ -233,11 +232,11 @@ class _Finder:
         return {found.get(f, -1) for f in produced} == set(_factors(base, other))
 
     def _resolve(self, derived: list[Candidates]) -> list[tuple[int, Member]]:
-        """Picks each derived contraction's block.
+        """Picks one of its candidate blocks for each derived contraction.
 
-        Anchors with a common operand (query, key and value projections) have derived
-        contractions of one structure. The cotangent decides: another contraction that
-        reads it may share an operand with only one of the anchors.
+        Anchors with a common operand (query, key and value projections) have equal
+        derived contractions. A cotangent belongs to one anchor: another contraction
+        that reads it may have only one candidate. Other blocks are taken in order.
         """
         owner: dict[int, int] = {}
 
@@ -261,7 +260,7 @@ class _Finder:
 
 
 def _made_by_contractions(program: Program) -> list[bool]:
-    """For each value whether a contraction lies upstream of it."""
+    """Returns by value id True if a contraction is upstream."""
     made = [False] * len(program.values)
     for op in program.ops:
         for v in op.reads:
@@ -274,13 +273,13 @@ def _made_by_contractions(program: Program) -> list[bool]:
 
 
 def _factors(rule: Rule, dims: Dims) -> list[int]:
-    """The factor of each dim that is larger than 1 and can be sharded at all."""
+    """Returns the major factor of each dim that is larger than 1 and not closed."""
     majors = (rule.major(dim) for dim in dims)
     return [f for f in majors if f is not None and f not in rule.closed]
 
 
 def _in_order(found: dict[int, int], mine: list[int], theirs: list[int]) -> list[int]:
-    """Orders factors: known ones at a map's places, the others in sequence."""
+    """Orders `mine` as `theirs` by the map `found`; unmapped factors fill the gaps."""
     known = {found[f]: f for f in mine if f in found}
     rest = iter([f for f in mine if f not in found])
     ordered = [known[f] if f in known else next(rest, None) for f in theirs]
@@ -290,7 +289,7 @@ def _in_order(found: dict[int, int], mine: list[int], theirs: list[int]) -> list
 def _align(
     found: dict[int, int], rule: Rule, mine: list[int], base: Rule, theirs: list[int]
 ) -> bool:
-    """Adds pairs of factors to a map; False if they contradict it or each other."""
+    """Adds pairs of factors to a map; False for other sizes or a contradiction."""
     if len(mine) != len(theirs):
         return False
     for factor, other in zip(mine, theirs, strict=True):
@@ -304,11 +303,11 @@ def _align(
 def major_factors(
     rule: Rule, dims: Dims, axis_size: int, before: int = 1
 ) -> list[tuple[int, int]]:
-    """(dim, factor) pairs along which a tensor can be split that many ways.
+    """Returns (dim, factor) pairs along which an axis can split a tensor.
 
     Args:
-        before: number of ways in which other axes have split dims of several factors:
-            what these fill, the next factor is split behind.
+        before: pieces that other axes split a dim into. In a dim of several factors,
+            the axis then splits the first factor that they do not use up.
     """
     found = []
     for dim, factors in enumerate(dims):
@@ -327,10 +326,9 @@ def form_of(
     ops: Iterable[int],
     values: Iterable[int] = (),
 ) -> Hashable:
-    """All that decides which dims of some ops' tensors are of one class.
+    """Returns a key that is equal for ops, in order, with the same classes of dims.
 
-    It is the same for the ops of layers that are alike, and the n-th op of one has the
-    classes that the n-th of another has. Some values are told apart, too.
+    Equal layers have equal keys, and so do their n-th values among `values`.
     """
     places: dict[int, int] = {}
 
@@ -349,8 +347,8 @@ def form_of(
 class DimClasses:
     """Classes of dims over a set of ops, for one axis size.
 
-    A dim is a pair (value id, dim number); values that are one tensor, carried by a
-    loop, are first mapped to one of them by ``canonical``.
+    A dim is a pair (value id, dim number). `canonical` maps values that are one tensor,
+    carried by a loop, to one of them.
     """
 
     def __init__(
@@ -378,11 +376,11 @@ class DimClasses:
                     self._join_cotangent(anchor, member)
 
     def of_dim(self, value: int, dim: int) -> Hashable:
-        """The class of a tensor's dim."""
+        """Returns the class of a tensor's dim, as a key."""
         return self._sets.find(self._dim(value, dim))
 
     def of_factor(self, op: int, factor: int) -> Hashable:
-        """The class of an op's factor."""
+        """Returns the class of an op's factor, as a key."""
         return self._sets.find((~op, factor))
 
     def _join(self, op: Op) -> None:
@@ -400,7 +398,7 @@ class DimClasses:
                     self._sets.union(self._dim(value, dim), (~op.id, factor))
 
     def _join_cotangent(self, anchor: Op, member: Member) -> None:
-        """Joins a cotangent's dims with those of the result that it belongs to."""
+        """Joins a cotangent's dims with the dims of the anchor's result."""
         base, op = anchor.rule, self._program.ops[member.op]
         assert base is not None and op.rule is not None
         place = {base.major(dims): dim for dim, dims in enumerate(base.results[0])}
@@ -430,8 +428,8 @@ class Numbers:
 
     Attributes:
         of: a number for each value id.
-        views: for numbers that are transposed or reversed views: the viewed number, and
-            for each dim of the view the other's dim, without dims of size 1.
+        views: {number of a transposed or reversed view: (viewed number, its dim for
+            each dim of the view)}, without dims of size 1.
     """
 
     of: tuple[int, ...]
@@ -442,7 +440,7 @@ class Numbers:
 
 
 def number_values(program: Program) -> Numbers:
-    """Numbers a program's values; equal for values that are equal by construction."""
+    """Numbers values; values that are equal by construction get equal numbers."""
     return _Numbering(program).run()
 
 
@@ -479,7 +477,7 @@ class _Numbering:
         return Numbers(numbers, self.views)
 
     def _invariant_entries(self) -> set[int]:
-        """Loop-body arguments that every iteration passes on unchanged."""
+        """Returns arguments of loop bodies that iterations pass on unchanged."""
         found = set()
         for op in self.program.ops:
             if op.kind != "while":
@@ -491,7 +489,7 @@ class _Numbering:
         return found
 
     def _bind(self, value: int, invariant: set[int]) -> int:
-        """The number of a value that may be the argument of a loop's body."""
+        """Returns a value's number; an invariant body argument has its initial one."""
         if self.numbers[value] < 0:
             origin = self.program.values[value].origin
             known = value in invariant
@@ -531,7 +529,7 @@ class _Numbering:
         elif op.kind == "slice" and (piece := self._piece(op)) is not None:
             numbers[op.results[0]] = piece
         elif _is_opaque(op):
-            for result in op.results:  # what an opaque op does is not known
+            for result in op.results:
                 numbers[result] = self.fresh()
         else:
             for index, result in enumerate(op.results):
@@ -542,7 +540,7 @@ class _Numbering:
                 self.joined[numbers[op.results[0]]] = op
 
     def _piece(self, op: Op) -> int | None:
-        """Returns the number of a concatenated piece that a slice takes in full."""
+        """Returns the number of the concatenated piece that a slice equals, or None."""
         whole = self.joined.get(self.numbers[op.operands[0]])
         if whole is None:
             return None
@@ -597,7 +595,7 @@ class _Numbering:
         return found
 
     def _number_regions(self, op: Op) -> None:
-        """Numbers a loop or branch, and all in it, like an equal one before it."""
+        """Numbers a loop or branch with its body, like an earlier equal one."""
         form = self._form(op)
         before = op if form is None else self.regions.setdefault(form, op)
         if before is not op:
@@ -613,11 +611,11 @@ class _Numbering:
         return [*(self.program.ops[inner] for inner in op.body), op]
 
     def _made_in(self, op: Op) -> list[int]:
-        """The values of a loop or branch: of its regions, and what it returns."""
+        """Returns all values that a loop or branch and its body make."""
         return [v for o in self._with_body(op) for v in (*o.entries, *o.results)]
 
     def _form(self, op: Op) -> tuple | None:
-        """A key that equal loops or branches share; None if one is not known."""
+        """Returns a key that equal loops or branches share; None with opaque ops."""
         inside = self._with_body(op)
         users = self.program.users
         unread = Counter(
@@ -643,7 +641,7 @@ class _Numbering:
         )
 
     def _number_branches(self, op: Op) -> None:
-        """A branch's result is what the one branch yields that yields no constant."""
+        """Gives a result the number of its only non-constant case; or a fresh one."""
         program = self.program
         for place, result in enumerate(op.results):
             found = {
@@ -668,7 +666,7 @@ class _Numbering:
 
 
 def _is_opaque(op: Op) -> bool:
-    """True if an op's effect is unknown."""
+    """True for random numbers, and ops without a rule except constants and loops."""
     unknown = op.rule is None and op.kind not in _PURE and not op.has_regions
     return op.kind == "rng" or unknown
 
@@ -678,13 +676,13 @@ def _identity(order: Permutation) -> Permutation:
 
 
 def _squeezed_order(order: Permutation, shape: tuple[int, ...]) -> Permutation:
-    """A permutation of dims, with the dims of size 1 left out and renumbered."""
+    """Removes dims of size 1 from a permutation, and renumbers the others."""
     kept = [dim for dim, size in enumerate(shape) if size != 1]
     return tuple(kept.index(dim) for dim in order if dim in kept)
 
 
 def squeeze(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without its dims of size 1."""
+    """Returns a shape without its dims of size 1."""
     return tuple(size for size in shape if size != 1)
 
 
@@ -698,7 +696,7 @@ class UnionFind:
         self._parent: dict[Hashable, Hashable] = {}
 
     def find(self, item: Hashable) -> Hashable:
-        """The representative of an item's set."""
+        """Returns the representative of an item's set."""
         parent = self._parent
         root = item
         while (above := parent.get(root, root)) != root:
@@ -708,7 +706,7 @@ class UnionFind:
         return root
 
     def union(self, a: Hashable, b: Hashable) -> None:
-        """Joins the sets of two items; the second's representative stands for both."""
+        """Joins the sets of two items, with the representative of the second's."""
         a, b = self.find(a), self.find(b)
         if a != b:
             self._parent[a] = b

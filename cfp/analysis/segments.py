@@ -1,9 +1,9 @@
-"""Segments: runs of blocks that a model repeats, found by structure alone.
+"""Segments: runs of blocks (contractions with the ops sharded alike), such as layers.
 
-Blocks are compared by fingerprints of their contractions. A stretch that repeats back
-to back is cut into its repeats, and the blocks before and behind it are searched again.
-A repeat that contains a repeat, such as an attention block before every feed-forward
-block, is cut there. Equal segments have one *kind*: one segment of each is measured.
+Blocks are compared by fingerprints of their contractions. A stretch of blocks that
+repeats back to back is cut into its repeats; stretches before and behind it are
+searched again, and so is each repeat. Equal segments have one *kind*: one segment of
+each kind is measured. A *unit* is a run of blocks in one loop, which is not cut.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Segment:
     Attributes:
         start, end: block indices, ``end`` not included.
         kind: equal for segments of equal structure; kinds count from 0.
-        ops: ids of its top-level ops, the updates of its parameters included.
-        groups: indices of the storage groups that it owns.
-        repeat: how often an opened loop runs it in one step; not the updates of its
-            parameters, which stand behind the loop.
+        ops: ids of its top-level ops, with the updates of its parameters.
+        groups: indices of the storage groups whose parameter it uses first.
+        repeat: runs in one step, if an opened loop holds it; else 1. Updates of its
+            parameters, behind the loop, run once.
     """
 
     index: int
@@ -40,13 +40,13 @@ class Segment:
 
     @property
     def blocks(self) -> range:
-        """Indices of its blocks."""
+        """Indices of the segment's blocks."""
         return range(self.start, self.end)
 
 
 @searched_once
 def find_segments(frame: Frame) -> tuple[Segment, ...]:
-    """Cuts the blocks of a program into segments."""
+    """Cuts the blocks of a program into segments, in order."""
     units = _units(frame)
     program = frame.program
     marks = _fingerprints(frame, units)
@@ -87,10 +87,10 @@ def find_segments(frame: Frame) -> tuple[Segment, ...]:
 
 
 def open_loops(frame: Frame) -> Frame:
-    """Opens the loops that contain segments.
+    """Returns the frame with loops opened whose bodies consist of several segments.
 
-    A scan over microbatches has forward and backward passes of all layers in its body.
-    A scan over layers has one pass in each of two loops, and stays closed.
+    A loop over microbatches, with forward and backward passes of all layers, is opened.
+    A scan over layers is not: each of its two loops has one pass.
     """
     count = len(find_segments(frame))
     tried: set[int] = set()
@@ -107,7 +107,7 @@ def open_loops(frame: Frame) -> Frame:
 
 
 def _whole_loops(frame: Frame) -> list[int]:
-    """Counted loops that hold all contractions of several blocks."""
+    """Returns loops that hold all contractions of a unit of several blocks."""
     program = frame.program
     found: dict[int, None] = {}
     for unit in _units(frame):
@@ -118,7 +118,7 @@ def _whole_loops(frame: Frame) -> list[int]:
 
 
 def _units(frame: Frame) -> list[list[int]]:
-    """Lists runs of blocks that share a loop, and cannot be cut apart."""
+    """Returns block indices of each unit: blocks that share a loop, or one block."""
     program = frame.program
     first: dict[int, int] = {}
     reach = list(range(len(frame.blocks)))  # the last block tied to each
@@ -139,7 +139,7 @@ def _units(frame: Frame) -> list[list[int]]:
 
 
 def _is_loop(frame: Frame, unit: list[int]) -> bool:
-    """True if the blocks of a unit are what a loop repeats."""
+    """True if a closed loop repeats contractions of a unit."""
     program = frame.program
     return any(
         program.ops[m.op].repeat > program.turns(m.op)
@@ -158,7 +158,7 @@ def _fingerprints(frame: Frame, units: list[list[int]]) -> list[Hashable]:
 
 
 def block_fingerprint(program: Program, block: Block) -> Hashable:
-    """Returns a key shared by blocks that do the same work: their contractions."""
+    """Returns a key that is equal for blocks with equal contractions."""
     parts = []
     for member in block.members:
         op = program.ops[member.op]
@@ -171,7 +171,7 @@ def block_fingerprint(program: Program, block: Block) -> Hashable:
 
 
 def _units_before(frame: Frame, units: list[list[int]]) -> list[int]:
-    """For each unit those whose results its anchors read, as the bits of a number."""
+    """Returns for each unit a bit mask of units whose results its anchors read."""
     program = frame.program
     unit_of = {b: i for i, unit in enumerate(units) for b in unit}
     anchors = {b.anchor: unit_of[b.index] for b in frame.blocks}
@@ -183,7 +183,7 @@ def _units_before(frame: Frame, units: list[list[int]]) -> list[int]:
             for outside, inside in program.entered(v):
                 made_by[inside] |= made_by[outside]
         if op.id in anchors and not program.is_top_level(op.id):
-            # What enters its loop may reach it in a later iteration.
+            # Values that enter its loop may reach it in a later iteration.
             reads.extend(program.ops[program.top_level(op.id)].operands)
         found = 0
         for v in reads:
@@ -198,7 +198,7 @@ def _units_before(frame: Frame, units: list[list[int]]) -> list[int]:
 
 
 def _reads_from(before: int, low: int, high: int) -> bool:
-    """True if any of ``[low, high)`` is among some units."""
+    """True if the bit mask `before` has a unit in ``[low, high)``."""
     return before >> low & (1 << high - low) - 1 != 0
 
 
@@ -206,7 +206,8 @@ def _reads_from(before: int, low: int, high: int) -> bool:
 class _Cutter:
     """Cuts a sequence of units into segments.
 
-    Loops over layers stand by themselves, but not those inside of a repeated layer.
+    A loop over layers is a segment of its own, unless it is in a repeated layer. Keys
+    of `known` are (low, high, True inside a repeat).
     """
 
     marks: Sequence[Hashable]
@@ -217,9 +218,9 @@ class _Cutter:
     )
 
     def cut(self, low: int, high: int) -> list[tuple[int, int]]:
-        """The segments of ``[low, high)``."""
+        """Returns (start, end) of each segment of ``[low, high)``."""
         wanted = [(low, high, False)]
-        while wanted:  # Stretches lie in stretches as deep as a program has stages.
+        while wanted:  # A stack, since stretches nest deeper than Python recurses.
             try:
                 self.known[wanted[-1]] = self._cut(*wanted[-1])
                 wanted.pop()
@@ -228,7 +229,7 @@ class _Cutter:
         return self.known[low, high, False]
 
     def _cut(self, low: int, high: int, inner: bool) -> list[tuple[int, int]]:
-        """Cuts by known cuts; raises KeyError of a stretch that is to be cut before."""
+        """Cuts a stretch; raises KeyError(inner stretch) until that one is known."""
         if low >= high:
             return []
         ways = [
@@ -259,16 +260,16 @@ class _Cutter:
 
 
 def _kinds(marks: Sequence[Hashable], cuts: list[tuple[int, int]]) -> int:
-    """Counts different segments."""
+    """Counts kinds of segments."""
     return len({tuple(marks[low:high]) for low, high in cuts})
 
 
 def _best_repeats(
     marks: Sequence[Hashable], before: Sequence[int], low: int, high: int
 ) -> list[tuple[int, int, int]]:
-    """The back-to-back repeats that cover most: (start, period, count).
+    """Returns back-to-back repeats that cover most units: (start, period, count).
 
-    One, or several with the same period and count that begin a few blocks apart.
+    Several have equal period and count, and begin a few units apart.
     """
     best: list[tuple[int, int, int]] = []
     covered = 0
@@ -295,7 +296,7 @@ def _best_repeats(
 
 
 def _in_series(before: Sequence[int], start: int, period: int, count: int) -> bool:
-    """True if every repeat reads what the one before made; parallel twins do not."""
+    """True if every repeat reads results of the repeat before, unlike parallel ones."""
     for repeat in range(1, count):
         first = start + repeat * period
         own = before[first : first + period]
@@ -307,7 +308,7 @@ def _in_series(before: Sequence[int], start: int, period: int, count: int) -> bo
 def _restart(
     marks: Sequence[Hashable], before: Sequence[int], low: int, high: int
 ) -> int | None:
-    """Finds where a stretch begins anew: its longest prefix of 2 or more repeats."""
+    """Returns the start of the longest copy of a prefix that reads units before it."""
     for length in range((high - low) // 2, 1, -1):
         for at in range(low + length, high - length + 1):
             same = all(marks[low + k] == marks[at + k] for k in range(length))
@@ -318,10 +319,7 @@ def _restart(
 
 
 def group_readers(frame: Frame) -> list[set[int]]:
-    """Finds the blocks that use each storage group's parameter.
-
-    Without such blocks, those that make its gradient.
-    """
+    """Returns for each storage group the blocks of its readers, or else gradients."""
     program, flow = frame.program, Flow(frame.program)
     readers = []
     for group in frame.groups:

@@ -1,4 +1,4 @@
-"""The public functions that plan, and the passes in a row.
+"""The public functions `plan` and `plan_fastest`, and the passes that they run.
 
 analyze   step + mesh             -> Analyzed     :mod:`cfp.passes.analyze`
 measure   Analyzed                -> Profiles     :mod:`cfp.passes.profile`
@@ -6,8 +6,8 @@ search    Profiles                -> Solution     :mod:`cfp.passes.search`
 race      Solution                -> RaceOutcome  :mod:`cfp.race.race`
 complete  Analyzed + RaceOutcome  -> FoundPlan    :mod:`cfp.complete`
 
-`run_passes` runs them for one step on one mesh. Several meshes, and other variants of
-a step, are a loop around it (:mod:`cfp.variants`).
+`run_passes` runs these passes for one step on one mesh. :mod:`cfp.variants` calls it
+for each of several meshes or other variants of a step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
         if wrong:
             kernels = [k for k in context.rules.replacing.kernels if k not in wrong]
             settings = replace(options.settings, attention=tuple(kernels))
-            again = replace(analyzed, profiles=None)  # These have all kernels.
+            again = replace(analyzed, profiles=None)  # Made with the wrong kernels.
             found = run_passes(again, replace(options, settings=settings))
     notes = tuple(dict.fromkeys((*notes, *found.plan.site_checks)))
     seconds = analyzed.seconds + time.perf_counter() - started
@@ -77,7 +77,7 @@ def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
 def race_until_fit(
     context: PlanContext, analyzed: Analyzed, solution: Solution
 ) -> FoundPlan:
-    """Races and searches again until a candidate fits; completes the winner's plan."""
+    """Races and searches until a candidate fits; completes the winner's plan."""
     analysis = analyzed.analysis
     outcome = race(context, analysis, solution)
     while (again := search_further(context, analysis, outcome)) is not None:
@@ -111,32 +111,32 @@ def plan(
             Planning does not overwrite them.
         mesh: the devices; measuring assumes that all of their memory is free. By
             default all devices, in the fastest mesh of one or two axes (one axis with a
-            preset). For a :func:`cfp.described` mesh nothing runs: the plan is
-            estimated, and ``plan.on(mesh)`` uses it later. A mesh without devices is
-            for a Ray cluster: ``PlannerSettings(ray=...)``.
+            preset). A :func:`cfp.described` mesh gives an estimated plan, and nothing
+            runs; ``plan.on(mesh)`` uses the plan later. An `AbstractMesh` plans on a
+            Ray cluster, with ``PlannerSettings(ray=...)``.
         quiet: True shows no progress and no warnings. By default a terminal shows
-            progress, and other outputs get a line on standard error now and then.
+            progress, and other outputs get a line on standard error every 30 s.
         static_argnums, static_argnames: arguments that are not arrays.
         donate_argnums, donate_argnames: arguments that the step may overwrite, usually
             the training state.
         memory_budget: memory of each device that the plan may use, in bytes or as text
-            such as "80GiB"; by default all of it. The compiled step fits in a given
-            budget. On GPUs 128 MiB of it are left for the allocator.
+            such as "80GiB"; by default all memory. The compiled step fits in a given
+            budget. On GPUs 128 MiB of the budget are left for the allocator.
         pins: shardings that the plan must keep, by the argument's path or a glob:
             ``{"params/*/kernel": PartitionSpec(None, "x")}``. A string such as "x" is
             one axis, on the first dim.
-        preset: a preset in place of a search, such as "data_parallel", "fully_sharded"
-            or "tensor_parallel"; kernels may compute its attentions.
-        choose: kinds of choices, such as ``("sharding", "kernels")``; by default all,
-            see :class:`PlannerSettings`.
+        preset: name of a classic sharding to use without a search, such as
+            "data_parallel" or "fully_sharded". Kernels may compute its attention.
+        choose: kinds of choices to make, such as ``("sharding", "kernels")``; by
+            default all, see :class:`PlannerSettings`.
         precision: "fp8" for FP8 products, see :class:`PlannerSettings`.
         cache_dir: folder of the measurements; by default the user's cache directory.
-        settings: how much to measure, and a callback for progress.
+        settings: limits of measuring, search and race, and a callback for progress.
 
     Raises:
         CfpError: the step, arguments, mesh, pins or budget cannot be planned.
-        KeyboardInterrupt: the user has interrupted; the same call goes on from the
-            stored measurements.
+        KeyboardInterrupt: the user interrupted. The same call continues from the stored
+            measurements.
     """
     how = DetailedSettings.of(settings)
     if choose is not None:
@@ -157,7 +157,7 @@ def plan(
     if how.ray is not None:
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise CfpError(
-                "A plan on a Ray cluster needs its mesh, which is not described: "
+                "A plan on a Ray cluster needs a mesh that is not described. Pass "
                 "mesh=jax.sharding.AbstractMesh((4,), ('x',))."
             )
         from cfp.cluster.on_ray import plan_step
@@ -174,7 +174,7 @@ def plan(
 
 
 def warn_undivided(plan: Plan, quiet: bool) -> None:
-    """Warns, if not quiet, of arguments that the mesh does not divide, but state."""
+    """Warns of whole arguments, apart from state, that the mesh does not divide."""
     given = {n.partition("/")[0] for n in compress(plan.arg_names, plan.donated)}
     whole = [one for one in plan.uneven if one.split("/")[0].split()[0] not in given]
     if whole and not quiet:
@@ -192,7 +192,7 @@ def _meshes(
     settings: PlannerSettings,
     preset: str | None,
 ) -> Mapping[str, Mesh | DescribedMesh]:
-    """The meshes to choose among, by name."""
+    """Returns the meshes to choose among, by name."""
     if isinstance(mesh, AbstractMesh):
         raise CfpError(
             "A mesh without devices is for PlannerSettings(ray=...). Pass a Mesh, or "
@@ -213,21 +213,22 @@ def plan_fastest(
 ) -> Fastest:
     """Plans the best variants of a step, and keeps the fastest that fits in memory.
 
-    All variants are estimated and the best two planned; on virtual or described devices
-    the best one, with a preset all. The next variant replaces one that fails.
+    All variants are estimated, and the best two are planned and raced. On virtual or
+    described devices only the best is planned; with a preset, all are planned. If a
+    variant fails, the next best takes its place.
 
     Args:
         variants: steps with names; they differ in mesh, step or arguments.
         quiet: True shows no progress, as for :func:`cfp.plan`.
-        leaner: makes variants of less memory, used if no other variant fits.
-        settings: as for :func:`cfp.plan`; ``seconds`` is the time of all together.
+        leaner: makes variants of less memory, tried if none of `variants` fits.
+        settings: as for :func:`cfp.plan`; ``seconds`` limits all variants together.
         options: ``static_argnums``, ``static_argnames``, ``donate_argnums``,
             ``donate_argnames``, ``memory_budget``, ``pins``, ``preset`` and
             ``cache_dir``, as for :func:`cfp.plan`, for every variant.
 
     Raises:
         CfpError: no variant can be planned.
-        ProcessError: the processes of this program do not plan together.
+        ProcessError: this program's processes differ, or one has failed.
     """
     how = DetailedSettings.of(settings)
     given = PlanOptions(settings=how, **options)

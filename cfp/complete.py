@@ -1,4 +1,4 @@
-"""The last pass: the plan of a race's winner, with its figures, and checked."""
+"""The last pass: makes the winner's plan with its figures, and checks its kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cfp.view.words import RESERVE_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class FoundPlan:
-    """A plan with the analysis and the candidate that it was made from."""
+    """A plan, with the analysis and the race's winner that it was made from."""
 
     plan: Plan
     analysis: Analysis = field(repr=False)
@@ -63,7 +63,7 @@ def complete_plan(
     )
     late = profiles is None or UNMEASURED_STRATEGIES in profiles.counts
     if late and made.figures is not None:
-        # Unmeasured strategies may be those without a kind of choice.
+        # The best step without a choice may use an unmeasured strategy.
         known = (one for one in made.figures.worth if one.without_ms is not None)
         made = replace(made, figures=replace(made.figures, worth=tuple(known)))
     return FoundPlan(plan=made, analysis=analysis, winner=winner)
@@ -86,9 +86,9 @@ def _nothing_fits(
 def wrong_kernels(
     context: PlanContext, found: FoundPlan
 ) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Compares replaced parts with the step: kernels that differ, and what to note.
+    """Runs replaced parts beside the original ops; returns wrong kernels, and notes.
 
-    Nothing runs for described devices; the devices of several processes are not used.
+    Both are empty for described devices and for a mesh of several processes.
     """
     plan, mesh = found.plan, context.mesh
     is_here = isinstance(mesh, Mesh) and len(mesh.local_devices) == mesh.size

@@ -32,11 +32,11 @@ from cfp.program.jaxprs import trace_context_key
 from cfp.program.step import FlatStep, flatten_step
 from cfp.view.console import shown
 
-# What decides a plan; a saved one has decided.
+# Options that decide a plan, which a saved plan excludes.
 _DECIDES = {"memory_budget", "pins", "preset", "choose", "precision"}
 _SILENCE = "cfp.parallelize(..., quiet=True) says nothing"
 _OF_CALLS = {"static_argnums", "static_argnames", "donate_argnums", "donate_argnames"}
-# Names a plan's file for the steps of `parallelize` that are given none.
+# Environment variable with a plan's file, for steps without the argument `plan`.
 PLAN_VARIABLE = "CFP_PLAN"
 
 
@@ -54,18 +54,18 @@ def parallelize(
 
     Args:
         fn: the step.
-        mesh: the devices; by default all devices, as for :func:`plan`. With a plan, by
-            default the first of them.
+        mesh: the devices; by default all devices, as for :func:`plan`. With a saved
+            plan, by default as many of the first devices as it needs.
         plan: a saved plan or its file, used without planning; by default the file in
-            the environment variable ``CFP_PLAN``. The plan knows donated arguments.
+            the environment variable ``CFP_PLAN``. The donated arguments are the plan's.
         quiet: True shows no progress and no warnings. By default a terminal shows
-            progress, and other outputs get a line on standard error now and then.
+            progress, and other outputs get a line on standard error every 30 s.
         options: as for :func:`plan`.
 
     Returns:
-        A :class:`ParallelStep`, called like ``fn``. Each call moves arguments into the
-        plan's shardings if they have others. Donated state of weak types, such as
-        ``jnp.full(shape, 0.1)``, gets the types of the step's results.
+        A :class:`ParallelStep`, called like ``fn``; without ``fn``, a decorator. Each
+        call moves arguments to the plan's shardings if they have others. Donated state
+        of weak types, as of ``jnp.full(shape, 0.1)``, gets the types of the results.
 
     Raises:
         OptionError: an option is unknown, or contradicts the given plan.
@@ -80,8 +80,8 @@ def parallelize(
         )
     if plan is not None and (decided := sorted(options.keys() & _DECIDES)):
         raise OptionError(
-            f"cfp.parallelize has a plan, which {', '.join(decided)} would decide. "
-            "Leave out the one or the other."
+            f"cfp.parallelize got a plan together with {', '.join(decided)}, which "
+            "decide a new plan. Leave out the plan or these options."
         )
     if plan is not None and not isinstance(plan, Plan):
         plan = Plan.load(plan)
@@ -99,7 +99,7 @@ class _Planned(NamedTuple):
 
 @contextmanager
 def _named_by_environment(may_be: bool) -> Iterator[None]:
-    """Has errors of a plan that the environment names say so."""
+    """Adds to a PlanMismatch that CFP_PLAN named the plan, if `may_be`."""
     path = os.environ.get(PLAN_VARIABLE)
     try:
         yield
@@ -107,21 +107,21 @@ def _named_by_environment(may_be: bool) -> Iterator[None]:
         if not (may_be and path):
             raise
         raise type(error)(
-            f"{error}\nThe plan is {path}, which {PLAN_VARIABLE} names for each step "
-            "that cfp.parallelize is given without plan=. If there are several, give "
-            f"each its own plan, and unset {PLAN_VARIABLE}."
+            f"{error}\nThe plan is {path}, since {PLAN_VARIABLE} names it for every "
+            "cfp.parallelize without plan=. Give each of several steps its own plan, "
+            f"and unset {PLAN_VARIABLE}."
         ) from error
 
 
 class ParallelStep:
     """A step function that is planned at its first call; see :func:`parallelize`.
 
-    A call with other shapes or types plans again, as ``jax.jit`` compiles again, and
-    stores the state as the first plan does, if a plan can. So does a call under another
-    configuration of JAX, such as ``jax.enable_x64(True)``.
+    A call with other shapes or types plans again, as ``jax.jit`` compiles again. So
+    does a call under another configuration of JAX, such as ``jax.enable_x64(True)``.
+    Later plans keep the first plan's shardings of arguments if they then fit in memory.
 
     Attributes:
-        plans: all plans, in the order of the calls that made them.
+        plans: all plans, in the order in which they were made.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class ParallelStep:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the first call; :attr:`plans` has those of later ones.
+        """The plan of the first call; :attr:`plans` lists all plans.
 
         Raises:
             AttributeError: the step was not called yet.
@@ -164,7 +164,7 @@ class ParallelStep:
         return self.plans[0]
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
-        """Binds a method to its object, as functions and ``jax.jit``'s do."""
+        """Binds a decorated method to its object, as functions do."""
         return self if owner is None else MethodType(self, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +183,7 @@ class ParallelStep:
         if key not in self._steps:
             found = self._planned(step, args, kwargs, now)
             self.plans.append(found.plan)
-            avals = found.compiled.step.avals  # Of weakly typed state as returned.
+            avals = found.compiled.step.avals  # State has the types of its results.
             as_returned = (step.in_tree, step.static, kinds, avals, now)
             self._steps[key] = self._steps.setdefault(as_returned, found)
         self._latest = self._steps[key]
@@ -192,18 +192,18 @@ class ParallelStep:
     def _as_saved(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], now: Hashable
     ) -> _Planned | None:
-        """The saved plan for some arguments, with the step; None if there is none."""
+        """Binds and compiles the saved plan for a call; None without a saved plan."""
         path, saved = os.environ.get(PLAN_VARIABLE), self._given
         if saved is None and path:
             saved = Plan.load(path)
         if saved is None:
             return None
-        # A plan that was given refuses these at once.
+        # `parallelize` has refused these beside a given plan.
         ignored = sorted(self._options.keys() & _DECIDES)
         if ignored and not self._quiet:
             warn(
-                f"{PLAN_VARIABLE} names a saved plan, which has decided what "
-                f"{', '.join(ignored)} would decide: not used."
+                f"{PLAN_VARIABLE} names a saved plan, which ignores "
+                f"{', '.join(ignored)}. Unset {PLAN_VARIABLE} to plan with these."
             )
         bind = {k: v for k, v in self._options.items() if k in _OF_CALLS}
         bound = saved.bind(self._fn, *args, mesh=self._mesh, **bind, **kwargs)
@@ -216,7 +216,7 @@ class ParallelStep:
             return _Planned(now, bound, bound.compile_bound(tell))
 
     def _why_again(self, step: FlatStep, now: Hashable) -> str:
-        """Describes how a call differs from the latest; "" for the first call."""
+        """Says how a call differs from the latest, and warns once; "" at first."""
         if self._latest is None:
             return ""
         before = self._latest.compiled.step
@@ -248,7 +248,7 @@ class ParallelStep:
         kwargs: Mapping[str, Any],
         now: Hashable,
     ) -> _Planned:
-        """Plans a step for some arguments, and compiles it."""
+        """Loads or makes the plan for a call, and compiles the step."""
         with _named_by_environment(self._given is None):
             if (saved := self._as_saved(args, kwargs, now)) is not None:
                 return saved
@@ -277,7 +277,7 @@ class ParallelStep:
         kwargs: Mapping[str, Any],
         options: dict[str, Any],
     ) -> Plan:
-        """Plans a step; a later one on the first mesh, with the first shardings."""
+        """Plans a step; later, on the first plan's mesh and with its shardings."""
         find = partial(plan_anew, self._fn, *args, **kwargs)
         if not self.plans:
             return find(mesh=self._mesh, **options)
@@ -289,7 +289,8 @@ class ParallelStep:
             for name, kind, spec in leaves
             if (name, kind) in now and names.count(name) == 1
         }
-        # A preset shards alike by itself; several processes cannot plan a second time.
+        # A preset needs no pins; several processes could not plan again after a
+        # failure.
         if not options.get("preset") and jax.process_count() == 1:
             alike = options | {"pins": {**(options.get("pins") or {}), **pins}}
             with suppress(MemoryBudgetError):

@@ -1,8 +1,8 @@
 """The fastest of several variants of one step: other meshes, other microbatches.
 
-All are estimated, the best two are planned, and their plans run in one race: times of
-different races do not compare, since clocks drift. If all lack memory, part of the
-state goes to host memory, then leaner variants are planned.
+All variants are estimated, the best two are planned, and their plans run in one race,
+since clocks drift between races. If none fits in memory, one variant is planned with
+state in host memory, then leaner variants.
 """
 
 from __future__ import annotations
@@ -50,23 +50,19 @@ from cfp.settings import ESTIMATES_SHARE, HOST_BYTES_PER_MS, Dimension, defaults
 from cfp.solution import Estimate, Solution
 from cfp.view.console import shown
 
-now = time.monotonic  # Of the time that all variants share.
+now = time.monotonic
 _PLANNED = 2
 SEARCH_INSTEAD = (
     "A search may find a plan that fits: leave out the preset (--preset, preset=)."
 )
 
-# Plans an analysed step.
+# Type of a function that plans an analysed step.
 RunPasses = Callable[[Analyzed, PlanOptions], FoundPlan]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way to run a step.
-
-    Attributes:
-        args: its arguments, arrays or ``jax.ShapeDtypeStruct`` s.
-    """
+    """A step with its arguments (arrays or ``jax.ShapeDtypeStruct`` s) on a mesh."""
 
     name: str
     fn: Callable[..., Any]
@@ -77,7 +73,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fastest:
-    """The fastest variant's name and plan, whose figures have the times of all."""
+    """The fastest variant's name and plan; the plan's figures list all variants."""
 
     name: str
     plan: Plan
@@ -97,7 +93,7 @@ def find_fastest(
     if names[1:] and options.preset is not None and not options.settings.race:
         raise CfpError(
             f"Without a race, times under the preset {options.preset!r} are not known. "
-            f"Have a race, or take one of {', '.join(names)}."
+            f"Set race=True, or pass one of {', '.join(names)}."
         )
     doing = f"planning how to shard {getattr(variants[0].fn, '__name__', 'a step')!r}"
     if names[1:]:
@@ -115,14 +111,14 @@ def find_fastest(
         if not talk.leads:
             return planning.followed(talk)
         fastest = planning.fastest()
-        # All compile it alike: the others have it as a file does.
+        # Other processes get the plan as a file, and compile it themselves.
         plan = replace(fastest.plan, raced=None)
         talk.broadcast((fastest.name, plan.as_in_file().to_json()))
         return replace(fastest, plan=plan)
 
 
 def facts_of(meshes: Sequence[Mesh], options: PlanOptions) -> dict[str, str]:
-    """Facts of planning that have to be the same in all processes."""
+    """Lists settings by name that must be equal in all processes."""
     settings = DetailedSettings.of(options.settings)
     shapes = (f"{dict(one.shape)} of {one.device_ids.tolist()}" for one in meshes)
     return {
@@ -130,7 +126,7 @@ def facts_of(meshes: Sequence[Mesh], options: PlanOptions) -> dict[str, str]:
         "mesh": "; ".join(shapes),
         **alike_parts([*meshes[0].devices.flat]),
         "memory budget": str(parse_bytes(options.memory_budget)),
-        # Process 0 says when time is over, if it ever is.
+        # Process 0 alone decides when time is over.
         "time budget": "some" if isfinite(settings.seconds) else "none",
         "preset": str(options.preset),
         "settings": repr(replace(settings, progress=None, seconds=0.0)),
@@ -149,12 +145,12 @@ class _Tried:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Sort key: what fits by estimate, the fastest first; unknown ones last."""
+        """Sort key: variants that fit by estimate first, then by time; unknown last."""
         known = self.estimate
         return (not known.fits, known.time_ms) if known else (True, inf)
 
     def figures(self, times: Mapping[str, float | None], best: str) -> VariantFigures:
-        """The figures of a variant beside the best."""
+        """Returns the variant's row for the plan; `best` is the fastest one's name."""
         return VariantFigures(
             name=self.variant.name,
             step_ms=times.get(self.variant.name),
@@ -166,7 +162,7 @@ class _Tried:
 
 @dataclass(slots=True)
 class _Planning:
-    """Plans variants in turn, in the time that all of them share."""
+    """Plans variants one after another within one time budget."""
 
     run_passes: RunPasses
     variants: Sequence[Variant]
@@ -177,20 +173,20 @@ class _Planning:
 
     @property
     def seconds(self) -> float:
-        """The time of all variants together."""
+        """Time budget of all variants together; infinite by default."""
         return self.options.settings.seconds
 
     def left(self, share: float = 1.0) -> float:
-        """Seconds that are left of a share of the time."""
+        """Returns the seconds left of a share of the time budget."""
         return max(0.0, self.began + share * self.seconds - now())
 
     def fastest(self) -> Fastest:
-        """Plans the best, races their plans, and completes that of the fastest."""
+        """Plans the best variants, races their plans, and returns the fastest."""
         tried = self.tried()
         found = {one.variant.name: one.found for one in tried if one.found}
         measured = {n: f for n, f in found.items() if f.plan.measured_ms is not None}
         raced = self.raced(measured) if len(measured) > 1 and self.left() else {}
-        # A measured time beats all predictions, and those of one race all others.
+        # Times of one race come before times of several, and these before predictions.
         times = {name: one.time_ms for name, one in raced.items() if one.ran}
         times = times or {name: one.plan.measured_ms for name, one in measured.items()}
         times = times or {name: one.plan.predicted_ms for name, one in found.items()}
@@ -211,7 +207,7 @@ class _Planning:
         """Estimates all variants, and plans the best; if none fits, leaner ones.
 
         Raises:
-            CfpError: none can be planned.
+            CfpError: no variant can be planned.
         """
         every = [_Tried(one) for one in self.variants]
         order, left = every, len(every)
@@ -260,7 +256,7 @@ class _Planning:
         return [one for one in more if isinstance(one.error, MemoryBudgetError | None)]
 
     def estimate(self, one: _Tried) -> None:
-        """Estimates a variant's best plan; what cannot be fails as a plan, too."""
+        """Estimates a variant's best plan, and keeps the error if that fails."""
         name = one.variant.name
         self.tell(name, "reading the step")
         with _kept_error(one):
@@ -275,7 +271,7 @@ class _Planning:
     def plan(
         self, one: _Tried, shares: int = 1, in_host: Sequence[tuple[int, int]] = ()
     ) -> None:
-        """Plans a variant in a share of the time that is left."""
+        """Plans a variant in 1 / `shares` of the time left."""
         end = now() + self.left() / shares
         with _kept_error(one):
             analyzed = self.analyzed(one.variant)
@@ -286,11 +282,10 @@ class _Planning:
             one.found = self.run_passes(analyzed, options)
 
     def plan_in_host(self, one: _Tried) -> None:
-        """Plans a variant with a part of its state in host memory.
+        """Plans a variant with part of its state in host memory, if devices have it.
 
-        State that only its update reads moves there: first the predicted shortage, and
-        all of it if that does not fit. Nothing is planned if devices have no access to
-        host memory.
+        State that only its own update reads moves there: first as much as memory lacks,
+        then all such state if the plan does not fit.
         """
         lacks, mesh, name = _lacks(one), one.variant.mesh, one.variant.name
         most = parse_bytes(self.options.memory_budget) or device_memory(mesh)
@@ -309,12 +304,12 @@ class _Planning:
             if not isinstance(one.error, MemoryBudgetError):
                 return
             one.error = one.error.with_line(
-                f"That is with {size} of state in the memory of the host, all that "
-                "only its own update reads."
+                f"This is with {size} of state in host memory, all state that only "
+                "its own update reads."
             )
 
     def analyzed(self, variant: Variant) -> Analyzed:
-        """Analyses a variant's step once; for several meshes it is traced once."""
+        """Analyses a variant once; a step is traced once for several meshes."""
         if variant.name not in self.known:
             step = self.step_of(variant)
             before = (one.step for one in self.known.values() if one.step == step)
@@ -323,11 +318,11 @@ class _Planning:
         return self.known[variant.name]
 
     def step_of(self, variant: Variant) -> FlatStep:
-        """A variant's step over flat arguments."""
+        """Returns a variant's step over its argument leaves."""
         return self.options.flatten(variant.fn, variant.args, variant.kwargs)
 
     def analyze(self, variant: Variant, step: FlatStep) -> Analyzed:
-        """Analyses a variant's step, in all processes that have devices of its mesh."""
+        """Analyses a variant, at once in all processes with devices of its mesh."""
         mesh = variant.mesh
         talk = leading(mesh) if isinstance(mesh, Mesh) else None
         said = talk and talk.say("trace", variant.name, step.in_host)
@@ -340,14 +335,14 @@ class _Planning:
         return made
 
     def options_of(self, name: str, seconds: float) -> PlanOptions:
-        """Options for some time, whose events say which variant they are about."""
+        """Returns options with a time limit, and progress that names the variant."""
         settings = replace(
             self.options.settings, seconds=seconds, progress=partial(self.tell, name)
         )
         return replace(self.options, settings=settings)
 
     def tell(self, name: str, event: Progress | str) -> None:
-        """Passes on an event about a variant."""
+        """Passes on a progress event with the variant's name in front."""
         if (progress := self.options.settings.progress) is None:
             return
         before = f"{name}: " if name and len(self.variants) > 1 else ""
@@ -357,13 +352,13 @@ class _Planning:
             progress(replace(event, label=f"{before}{event.label}".rstrip(": ")))
 
     def raced(self, found: Mapping[str, FoundPlan]) -> Mapping[str, RaceResult]:
-        """Times the plans in turn; none if time is over before all are compiled."""
-        # Kept apart from their own races, and from those against other variants.
+        """Races the plans; empty if time is over before all are compiled."""
+        # Results are stored apart from races of one variant or of other variants.
         every = sorted(_program(name, one).identity for name, one in found.items())
         field = hashlib.sha256("".join(every).encode()).hexdigest()
         kept = "race", f"between variants {field}"
         programs = {name: _program(name, one, kept) for name, one in found.items()}
-        # Of programs that are alike the last runs, on its own devices.
+        # Equal programs run once, as the last of them, on that one's devices.
         made = {one.identity: found[name].plan.raced for name, one in programs.items()}
         built = {key: one.built for key, one in made.items() if one}
         first = next(iter(found.values()))
@@ -375,7 +370,7 @@ class _Planning:
         return dict(zip(found, results, strict=True))
 
     def followed(self, talk: Coordination) -> Fastest:
-        """Follows the leader's planning, and returns its plan."""
+        """Follows the planning of process 0, and returns its plan."""
         by_name = {one.name: one for one in self.variants}
 
         def trace(name: str, in_host: Sequence[tuple[int, int]]) -> Program:
@@ -392,7 +387,7 @@ class _Planning:
         data, one = json.loads(text), by_name[name]
         assert isinstance(one.mesh, Mesh), "its devices are there"
         plan = Plan.from_json(data, allowed_options=tuple(data["options"]))
-        # What else decides, such as the precision, is in the plan.
+        # The plan itself has other options, such as the precision.
         named = self.options.of_arguments
         plan = plan.bind(one.fn, *one.args, mesh=one.mesh, **named, **one.kwargs)
         plan = replace(plan, tuned=environment)
@@ -401,7 +396,7 @@ class _Planning:
 
 @contextmanager
 def _kept_error(one: _Tried) -> Iterator[None]:
-    """Keeps a variant's error, but for those between processes."""
+    """Stores a CfpError in the variant; a ProcessError is raised."""
     one.error = None
     try:
         yield
@@ -412,13 +407,13 @@ def _kept_error(one: _Tried) -> Iterator[None]:
 
 
 def _lacks(one: _Tried) -> MemoryBudgetError:
-    """The error of a variant that does not fit in memory."""
+    """Returns the error of a variant that does not fit in memory."""
     assert isinstance(one.error, MemoryBudgetError)
     return one.error
 
 
 def _uses_host_memory(mesh: Mesh | DescribedMesh) -> bool:
-    """True if host memory is separate from devices' memory, and usable."""
+    """True if programs can use host memory that is separate from device memory."""
     if isinstance(mesh, DescribedMesh):
         return defaults_of(mesh.environment["platform"]).host_memory
     device = mesh.local_devices[0]
@@ -426,7 +421,7 @@ def _uses_host_memory(mesh: Mesh | DescribedMesh) -> bool:
 
 
 def _with_host_figures(found: FoundPlan) -> FoundPlan:
-    """Adds what state in host memory saves and costs to a plan's figures."""
+    """Adds bytes of state in host memory and the time to move it to a plan."""
     layout = lay_out(found.analysis.frame, found.winner.choice)
     kept, moved = host_bytes(layout, [argument for argument, _ in found.plan.in_host])
     figures = {"host_bytes": kept, "host_ms": moved / HOST_BYTES_PER_MS}
@@ -440,7 +435,7 @@ def _mesh(found: FoundPlan) -> Mesh:
 
 
 def _program(name: str, found: FoundPlan, *where: tuple[str, str]) -> RaceProgram:
-    """The program of a variant's plan, for a race between variants."""
+    """Returns the program of a variant's plan, for a race between variants."""
     named, mesh = f"{name}: {found.winner.name}", _mesh(found)
     mine = replace(found.winner, name=named, predicted_ms=found.plan.measured_ms)
     environment = (*environment_parts([*mesh.devices.flat]), *where)
@@ -449,7 +444,7 @@ def _program(name: str, found: FoundPlan, *where: tuple[str, str]) -> RaceProgra
 
 
 def _no_plan(tried: Sequence[_Tried]) -> CfpError:
-    """The error if all variants failed; of the one that needs least if none fits."""
+    """Makes the error of all variants; if none fits, that of the smallest one."""
     errors = {one.variant.name: one.error for one in tried if one.error}
     short = {n: one for n, one in errors.items() if isinstance(one, MemoryBudgetError)}
     if len(short) == len(errors):

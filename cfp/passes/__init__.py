@@ -1,1 +1,1 @@
-"""The passes that choose: profile and search. The race is in `cfp.race`."""
+"""The passes analyze, profile and search. The race is in `cfp.race`."""

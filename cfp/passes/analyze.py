@@ -1,6 +1,6 @@
 """The first pass: traces a step, and analyses it on a mesh.
 
-Uses the types of arguments, and values of scalars and small masks
+Of the arguments it reads types, and values of scalars and small masks
 (:mod:`cfp.program.step`).
 """
 
@@ -32,7 +32,7 @@ Pins = Mapping[str, PartitionSpec | NamedSharding | str]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Options of :func:`cfp.plan`; the same for all variants of a step."""
+    """Options of :func:`cfp.plan` that all variants of a step share."""
 
     static_argnums: int | Sequence[int] = ()
     static_argnames: str | Sequence[str] = ()
@@ -52,7 +52,7 @@ class PlanOptions:
     def flatten(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> FlatStep:
-        """A step over flat arguments."""
+        """Returns the step over its argument leaves."""
         precision = self.settings.precision
         return flatten_step(fn, args, kwargs, **self.of_arguments, precision=precision)
 
@@ -70,10 +70,10 @@ class Analyzed:
 
     Attributes:
         step: the step over flat arguments.
-        mesh: the devices, which may only be described.
-        analysis: its blocks and segments.
-        seconds: how long tracing and analysing took, and making the profiles.
-        profiles: the profile pass's, if an estimate has made them.
+        mesh: the devices, real or described.
+        analysis: the step's blocks and segments (repeated runs of blocks).
+        seconds: time of tracing and analysing, and of making the profiles.
+        profiles: estimated profiles that replace the profile pass; None without.
     """
 
     step: FlatStep
@@ -87,10 +87,10 @@ class Analyzed:
 def analyze_step(
     step: FlatStep, mesh: Mesh | DescribedMesh, pins: Pins | None = None
 ) -> Analyzed:
-    """Traces and analyses a step; on several meshes of as many devices, traces it once.
+    """Traces and analyses a step; meshes of equally many devices share a trace.
 
     Raises:
-        CfpError: it cannot be traced, or the pins do not fit.
+        CfpError: the step cannot be traced, or the pins do not fit.
     """
     started = time.perf_counter()
     axes = tuple(mesh.shape.items())
@@ -102,7 +102,7 @@ def analyze_step(
         program, lowering = trace(step, where)
         calls = (op.manual or PARTITIONED.search(op.attributes) for op in program.ops)
         if not any(calls):
-            step.programs[devices] = program, lowering  # Nothing is for one mesh.
+            step.programs[devices] = program, lowering  # No op depends on the mesh.
     pinned = resolve_pins(pins or {}, program, axes)
     analysis = analyze(program, axes, pinned, outer_axes(mesh))
     return Analyzed(
@@ -115,11 +115,11 @@ def analyze_step(
 
 
 def outer_axes(mesh: Mesh | DescribedMesh) -> frozenset[str]:
-    """Axes along which hosts differ, of a slice of several hosts the first."""
+    """Returns the mesh axes that cross hosts; only the first of a TPU slice."""
     if isinstance(mesh, DescribedMesh):
         return mesh.outer
     devices = [*mesh.devices.flat]
-    known = dict(environment_parts(devices)).get("hosts", "0")  # None of one process.
+    known = dict(environment_parts(devices)).get("hosts", "0")  # Of several processes.
     hosts = np.resize(known.split(","), mesh.devices.shape)
     names = enumerate(mesh.axis_names)
     found = [n for i, n in names if (hosts != hosts.take([0], i)).any()]

@@ -28,11 +28,11 @@ def profile(
     all_presets: bool = False,
     races: bool = True,
 ) -> Profiles:
-    """Measures options of every kind of segment, at the search's requests.
+    """Measures or estimates strategies of every kind of segment (a run of blocks).
 
     Args:
-        all_presets: True measures slow presets of much memory, too.
-        races: True leaves a share of a budget of time to a race.
+        all_presets: True also measures presets that are slow by estimate.
+        races: True leaves a share of the time budget for a race.
     """
     started = time.perf_counter()
     if context.rules.estimates:
@@ -72,7 +72,7 @@ def _measured(
     measurer: Measurer,
     all_presets: bool,
 ) -> Profiles:
-    """Measures segments until nothing that was not measured may matter."""
+    """Measures strategies until no unmeasured preset may be faster or leaner."""
     settings, rules = context.settings, context.rules
     estimates, every = estimate_among(analysis, rates, settings.dimensions)
     costs = Costs(analysis, rates, Dimension.REMAT in settings.dimensions)
@@ -80,11 +80,11 @@ def _measured(
         least = costs.least_peak_bytes
         able = {n: c for n, c in every.items() if least(c) <= memory.budget_bytes}
         every = able or every
-    # Where memory is short, what saves it is worth measuring however long it takes; and
-    # so are all where one could not be built or run, or nothing fits once compiled.
+    # If memory is short, leaner presets are measured though they are slow. If a
+    # strategy fails, or nothing fits once compiled, all presets are.
     near = leading_presets(analysis, estimates, every, rules.estimate_reach)
     leaner = _with_leaner(analysis, estimates, costs, every, near)
-    # Of the fastest parts of presets, by estimates.
+    # True if the estimated fastest segments of presets exceed the memory.
     tight = estimate_options(
         estimates,
         every,
@@ -116,7 +116,7 @@ def _measured(
         if not wider.keys() - found.presets.keys():
             break
         more = explored(replace(maker, presets=wider))
-        # If time was over, less is known of all presets than is of the first ones.
+        # Without time left, the wider set is measured less than the first presets.
         if found.memory_bound and measurer.is_over and not more.memory_bound:
             break
         found = more
@@ -130,7 +130,7 @@ def _with_leaner(
     presets: Mapping[str, Choice],
     near: Mapping[str, Choice],
 ) -> dict[str, Choice]:
-    """Adds presets that need less memory than all faster ones to the near presets."""
+    """Returns near presets, and others that need less memory than all faster ones."""
     times_ms = preset_times(analysis, estimates, presets)
     needs = {name: costs.least_peak_bytes(one) for name, one in presets.items()}
     least = min((needs[name] for name in near), default=0)
@@ -142,12 +142,12 @@ def _with_leaner(
 
 
 def measured_rates(context: PlanContext) -> Rates:
-    """The devices' rates, measured or from the store."""
+    """Returns the devices' rates, from the store or measured now."""
     return measure_rates(context.devices, context.store, context.measure)
 
 
 def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
-    """Estimates what the best choice for a program takes; of it nothing runs."""
+    """Estimates the step time of the best choice, without running the program."""
     started = time.perf_counter()
     profiles = _estimated(context, analysis, started)
     problem = profiles.problem
@@ -161,7 +161,7 @@ def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
 
 
 def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Profiles:
-    """Estimates all options; only the rates of real devices are measured."""
+    """Estimates all strategies; only rates of real devices are measured."""
     context.measure.tell("estimating what each strategy takes")
     if isinstance(context.mesh, DescribedMesh):
         rates = context.mesh.rates

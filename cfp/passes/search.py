@@ -53,16 +53,16 @@ from cfp.solution import RACE_SECONDS, Candidate, Solution, Stage, prediction_of
 def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solution:
     """Searches for the fastest choice that fits in memory, by prediction.
 
-    If no choice fits, the choice of least memory is compiled.
+    If no choice fits by prediction, the choice of least memory is the candidate.
 
     Raises:
-        MemoryBudgetError: no choice fits, and predictions decide.
+        MemoryBudgetError: no choice fits by prediction, and none may be compiled.
     """
     started = time.perf_counter()
     context.measure.tell("searching for the fastest plan")
     costs = profiles.costs
     compiled = context.compiles
-    # With times in context, and with times alone; or with estimates.
+    # Times beside a neighbour, and times of segments alone; or estimates.
     problems = [profiles.problem] if profiles.problem else []
     for alone in () if problems else (False, True):
         wanted, records = profiles.requests, profiles.records
@@ -71,7 +71,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     problem, tight = problems[0], profiles.memory_bound
     named = plain = with_kernels(analysis, problem, profiles.presets)
     if tight and compiled and not profiles.problem:
-        # Programs that rematerialize may turn out smaller than predicted.
+        # Rematerialized programs may need less memory than predicted.
         scale = COMPILED_TO_PREDICTED
         problems = [one for p in problems for one in (p, scale_memory(p, scale))]
     found = dict.fromkeys(
@@ -80,7 +80,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         if (best := solve(one)) is not None
     )
     if tight:
-        # Where the compiler may yet save some memory, more may fit; it will say so.
+        # Under XLA's memory limit more candidates may fit; compiling decides.
         reckonings = (problem, scale_memory(problem, context.usual_temp_share))
         named = named | rematerialized(analysis, reckonings, named)
     if not found:
@@ -111,9 +111,9 @@ def _unraced(
     profiles: Profiles,
     named: Collection[str],
 ) -> dict[str, str]:
-    """Reasons against presets that do not race.
+    """Maps presets that do not race to the reason.
 
-    They are far behind by estimate, or cannot fit in a budget.
+    They are slow by estimate, or cannot fit in the memory budget.
     """
     every, most = presets(analysis.frame), inf
     if context.memory is not None:
@@ -130,10 +130,11 @@ def _unraced(
 def search_further(
     context: PlanContext, analysis: Analysis, outcome: RaceOutcome
 ) -> Solution | None:
-    """Searches again after a race in which no candidate fits; None at the end.
+    """Searches again if no candidate of a race fits; None if no search is left.
 
     The order: a search with the compiled sizes, presets that were not measured, and
-    the candidate of least memory. Once time is over, only the last is tried.
+    the candidate of least memory. Once time is over, only the last is tried. A winner
+    that rematerializes gets a search by compiled sizes if predicted memory was ample.
     """
     solution, won = outcome.solution, outcome.winner
     profiles, may_go_on = solution.profiles, not context.is_over
@@ -144,7 +145,7 @@ def search_further(
     if profiles is not None and may_go_on and solution.stage is Stage.PREDICTED:
         found = search_as_compiled(context, analysis, solution)
         if found is None and won is None and profiles.has_all_presets:
-            # What is known not to fit leaves room for other candidates.
+            # Candidates known not to fit are skipped, and others are compiled.
             found = replace(solution, stage=Stage.CORRECTED)
     if won is None and found is None:
         if profiles is not None and may_go_on and not profiles.has_all_presets:
@@ -161,10 +162,10 @@ def search_further(
 def search_as_compiled(
     context: PlanContext, analysis: Analysis, solution: Solution
 ) -> Solution | None:
-    """Searches with the compiled-to-predicted ratio of temporary memory.
+    """Searches with temporary memory scaled by compiled-to-predicted ratios.
 
-    The median and the largest ratio are applied to all choices, and every segment may
-    be rematerialized. Returns None if the search would find nothing new.
+    Uses the median and the largest ratio, and lets every segment be rematerialized.
+    Returns None if the search finds nothing new.
     """
     problem, rates = solution.problem, solution.rates
     if problem is None or rates is None:
@@ -205,7 +206,7 @@ def _fitting_as_compiled(
         size = prediction_of(analysis, problem, choice).size
         if size is not None and size.temp_bytes:
             needed = max(0, one.peak_bytes - size.argument_bytes)
-            # At another constraint level it may need more.
+            # Of several constraint levels, the smallest ratio counts.
             factor = needed / size.temp_bytes
             factors[choice] = min(factor, factors.get(choice, factor))
     if problem is None or problem.budget_bytes is None or not factors:
@@ -235,7 +236,7 @@ def _fitting_as_compiled(
 def _predicted(
     analysis: Analysis, problem: Problem | None, candidates: Sequence[Candidate]
 ) -> list[Candidate]:
-    """Candidates with their predicted times."""
+    """Returns candidates with their predicted times."""
     times = [prediction_of(analysis, problem, one.choice).time_ms for one in candidates]
     pairs = zip(candidates, times, strict=True)
     return [replace(one, predicted_ms=time_ms) for one, time_ms in pairs]
@@ -253,7 +254,7 @@ def _smallest(
     known = {one.choice for one in done}
     plans, _ = _fitting_as_compiled(context, analysis, solution, known)
     tried = {(one.choice, one.level) for one in done}
-    # By the largest correction, which comes last.
+    # The last plan is that of the largest ratio.
     every = (*plans[-1:], leanest_of(analysis, solution.problem))
     found = [one for one in every if (one.choice, one.level) not in tried]
     return replace(solution, candidates=found, stage=Stage.SMALLEST) if found else None
@@ -288,19 +289,19 @@ def _no_preset(
 
 
 def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solution:
-    """Returns a preset, by name, in place of a search.
+    """Makes a preset, given by name, the solution without a search.
 
-    The preset with attention kernels and the preset as written race, since a kernel
-    may fail or be slower. Without a race, real devices get the preset as written.
+    The preset races with attention kernels and as written, since a kernel may fail or
+    be slower. Without compiling, real devices get the preset as written.
 
     Raises:
-        OptionError: there is no such preset for the program.
+        OptionError: the program has no preset of this name.
     """
     known = presets(analysis.frame)
     for one, other in ((ZERO1, DATA_PARALLEL), (DATA_PARALLEL, REPLICATED)):
         name = other if name == one and name not in known else name
     if not analysis.frame.mesh and is_known(name):
-        name = REPLICATED  # It shards nothing, and is called so.
+        name = REPLICATED  # On one device every preset shards nothing.
     if name not in known:
         known = named_choices(analysis.frame)  # Propagation takes longer than the rest.
     if name not in known:

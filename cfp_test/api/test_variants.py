@@ -232,7 +232,7 @@ def test_without_a_race_predictions_decide(altered, monkeypatch, tmp_path):
     found = cfp.plan_fastest(SHAPES, cache_dir=tmp_path, settings=settings)
     assert (found.name, is_raced(found)) == ("cube", False)
     assert times_of(found) == {"line": None, **predicted}
-    with pytest.raises(CfpError, match="Have a race"):
+    with pytest.raises(CfpError, match="Set race=True"):
         cfp.plan_fastest(
             SHAPES, preset="data_parallel", cache_dir=tmp_path, settings=settings
         )

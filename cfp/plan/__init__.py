@@ -1,1 +1,1 @@
-"""A plan: its file, its text, and what it says of a program."""
+"""Plans: their fields, files, compiled steps, and descriptions of a program."""

@@ -1,6 +1,6 @@
-"""Describes a choice for a program: segments, blocks, and unsharded parts.
+"""Composes the plan of a race's winner: segments, blocks, and unsharded parts.
 
-Composes the plan of a race's winner; several processes take that of process 0.
+A block is an op and ops sharded with it; a segment is a run of blocks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from cfp.search.solver import Problem
 from cfp.solution import prediction_of
 
 _FUNCTION = re.compile(r"jit\((\w+)\)")
-_WORTH_NAMING = 0.01  # of the bytes that a program's ops make
+_WORTH_NAMING = 0.01  # Share of the bytes of all ops' results.
 
 _Move = tuple[str, tuple[str, ...], int]  # A collective's kind, axes and bytes.
 
@@ -71,7 +71,7 @@ _Move = tuple[str, tuple[str, ...], int]  # A collective's kind, axes and bytes.
 def plan_segments(
     analysis: Analysis, choice: Choice, problem: Problem | None
 ) -> tuple[PlanSegment, ...]:
-    """Returns the choice for each segment, with its time as far as that is known."""
+    """Returns the choice for each segment, with its time (None if unknown)."""
     frame = analysis.frame
     readers = group_readers(frame)
 
@@ -104,7 +104,7 @@ def plan_segments(
 def plan_rows(
     analysis: Analysis, choice: Choice, rates: Rates | None = None
 ) -> tuple[PlanRow, ...]:
-    """Makes a row for each block: its strategy, and the collectives that follow.
+    """Returns a row for each block: its strategy, and the collectives that follow.
 
     Args:
         rates: rates of the devices; None leaves out times of collectives.
@@ -158,8 +158,8 @@ def _move_figures(
 def uneven_arguments(layout: Layout) -> tuple[str, ...]:
     """Lists arguments that stay whole because of their size: ``x (7 over x=4)``.
 
-    Their readers shard them along axes that do not divide a dim. XLA may pad values
-    inside of a program, but not its arguments.
+    Ops that read these arguments are sharded along axes that do not divide a dim. XLA
+    may pad values inside of a program, but not its arguments.
     """
     program, sizes = layout.frame.program, layout.frame.mesh
     found = []
@@ -179,9 +179,9 @@ def uneven_arguments(layout: Layout) -> tuple[str, ...]:
 
 
 def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
-    """Lists arguments of a batch that no axis divides, so that no strategy shards them.
+    """Lists batch arguments whose first dim no axis divides.
 
-    Their first dim is a dim of a block, and not the iterations of a loop.
+    Excludes first dims that are iterations of a loop, and no dim of a block.
     """
     frame = layout.frame
     program, sizes = frame.program, frame.mesh
@@ -209,9 +209,9 @@ def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
 
 
 def undonated_arguments(layout: Layout) -> dict[int, int]:
-    """Lists bytes on a device of state that is in memory twice for want of donation.
+    """Maps state that is not donated, and so twice in memory, to bytes on a device.
 
-    State is an argument whose next value the step returns, or which the step returns
+    Keys are argument positions. State is an argument that the step returns, updated or
     unchanged.
     """
     frame = layout.frame
@@ -225,9 +225,9 @@ def undonated_arguments(layout: Layout) -> dict[int, int]:
 
 
 def describe_uncounted(program: Program) -> tuple[str, ...]:
-    """Lists loops that count as one iteration, and branches: ``case at model.py:12``.
+    """Lists loops of unknown length, and branches: ``case at model.py:12``.
 
-    A step takes one branch, and another time another one.
+    Predictions count one iteration of such a loop, and all branches.
     """
     found = (*uncounted_loops(program), *long_branches(program))
     return tuple(dict.fromkeys(map(_site, found)))
@@ -260,9 +260,8 @@ def whole_ops(layout: Layout) -> tuple[str, ...]:
     """Lists ops that every device runs in full: ``while at model.py:12 (26%)``.
 
     These are loops without sharding, ops without a sharding rule, ops that XLA does not
-    partition, and unsharded custom_partitioning ops. An op counts from one percent of
-    the bytes that ops make, or of the FLOPs; its operands count, too. Other blocks have
-    rows of their own. One device has no such list.
+    partition, and unsharded custom_partitioning ops. Ops below one percent of all bytes
+    and of all FLOPs are left out. A mesh of one device has no such ops.
     """
     if not layout.frame.mesh:
         return ()
@@ -272,7 +271,7 @@ def whole_ops(layout: Layout) -> tuple[str, ...]:
     ]
     whole: set[int] = set()
     found, touched, computed = Counter(), Counter(), Counter()
-    for op in reversed(program.ops):  # a loop stands behind its body
+    for op in reversed(program.ops):  # A loop follows the ops of its body.
         if op.id in whole or op.id in program.leaf_ops:
             continue
         site = _site(op)
@@ -296,7 +295,7 @@ def whole_ops(layout: Layout) -> tuple[str, ...]:
 
 
 def _is_whole_op(layout: Layout, op: Op) -> bool:
-    """True if a layout shards nothing of an op that could be, were it other code."""
+    """True if an op is unsharded, and other code or a kernel could shard it."""
     if op.rule is None:
         return not (passes(op) or op.shardings)
     if op.rule.held and op.rule.is_whole:  # XLA does not partition it.
@@ -306,7 +305,7 @@ def _is_whole_op(layout: Layout, op: Op) -> bool:
 
 
 def _why_whole(layout: Layout, op: Op) -> str:
-    """Says why a kernel that may be sharded by its rule is not; "" of all others."""
+    """Explains why a kernel with a sharding rule is unsharded; "" for other ops."""
     rule, mesh = op.rule, layout.frame.mesh
     if rule is None or rule.is_whole:
         return ""
@@ -337,12 +336,12 @@ def sharded_kernels(layout: Layout) -> tuple[str, ...]:
 
 
 def _bytes(program: Program, op: Op, values: Iterable[int]) -> int:
-    """Bytes of some values of an op, as often as it runs in one step."""
+    """Returns the bytes of values of an op, times the op's runs in one step."""
     return op.repeat * sum(program.values[v].size_bytes for v in values)
 
 
 def _is_whole(layout: Layout, loop: Op) -> bool:
-    """True if nothing in a loop, nor what it carries, is sharded."""
+    """True if neither a loop's body nor its carried values are sharded."""
     program = layout.frame.program
     for op in (loop, *(program.ops[i] for i in loop.body)):
         specs = [layout.spec(v) for v in op.results]
@@ -353,7 +352,7 @@ def _is_whole(layout: Layout, loop: Op) -> bool:
 
 
 def _site(op: Op) -> str:
-    """An op's kind, and where the user wrote it, or which function of JAX has it."""
+    """Describes an op: ``while at model.py:12``, or ``sort in argsort`` of JAX."""
     call, kind, refusal = call_of(op.attributes), op.kind, ""
     if call is not None:
         kind = f"custom_partitioning {call.label}"
@@ -380,13 +379,13 @@ def _segment_ms(
 
 
 def op_text(program: Program, op: Op) -> str:
-    """An op with its shapes: ``dot_general f32[8,16] x f32[16,4] -> f32[8,4]``."""
+    """Writes an op with shapes: ``dot_general f32[8,16] x f32[16,4] -> f32[8,4]``."""
     operands = " x ".join(str(program.values[v]) for v in op.operands[:2])
     return f"{op.kind} {operands} -> {program.values[op.results[0]]}"
 
 
 def axis_roles(frame: Frame, op: Op, strategy: Strategy) -> tuple[AxisRole, ...]:
-    """Returns the role of each mesh axis that a strategy uses for an anchor."""
+    """Returns the role of each mesh axis that shards an anchor (a block's main op)."""
     rule = op.rule
     assert rule is not None
     roles, weight = [], frame.blocks[frame.block_of[op.id]].weight
@@ -406,8 +405,8 @@ def axis_roles(frame: Frame, op: Op, strategy: Strategy) -> tuple[AxisRole, ...]
             role = Role.DIM
         elif len(op.operands) < 2 or len(holders) > 1:
             role = Role.BATCH
-        # What a lookup gives has the dims of its indices as rows, and what a parameter
-        # makes of data those of the data.
+        # Rows of a lookup's result are the dims of its indices. Rows of a product with
+        # a parameter are the dims of the data.
         elif weight >= 0 and len(op.operands) == 2:
             role = Role.COLUMNS if holders == [weight] else Role.ROWS
         elif holders == [int(op.kind == "gather")] or dim == 0:
@@ -438,9 +437,8 @@ def block_moves(
     """Lists the collectives of a layout as Shardy places them; XLA may merge some.
 
     Yields:
-        (block, kind, axes, bytes, times): bytes of a whole group's tensor, and the
-            number
-        of runs in one step, which is above one in a loop.
+        (block, kind, axes, bytes, times): bytes of the tensor of a whole group of
+        devices, and runs in one step, which are several in a loop.
     """
     frame = analysis.frame
     program = frame.program
@@ -452,7 +450,7 @@ def block_moves(
                 if owner.get(op_id, -1) < 0:
                     owner[op_id] = block
             for gradient in frame.groups[group].gradients:
-                # Of a table that is looked up, by ops between other blocks.
+                # A looked-up table's gradient may come from ops between other blocks.
                 maker = program.values[gradient].producer
                 if maker >= 0 and frame.block_of[maker] not in segment.blocks:
                     owner[maker] = block
@@ -461,7 +459,7 @@ def block_moves(
         if (block := owner.get(op.id, -1)) >= 0:
             for move in _op_moves(layout, op, done):
                 yield block, *move, op.repeat
-    # Updates of parameters that are sharded, and stored whole.
+    # Gathers of parameters that are updated in shards, and stored whole.
     specs = layout.output_specs()
     for segment in analysis.segments:
         for group in segment.groups:
@@ -475,10 +473,10 @@ def block_moves(
 
 
 def _op_moves(layout: Layout, op: Op, done: set[tuple]) -> Iterator[_Move]:
-    """Lists the collectives of an op: of its operands, its results, and within it.
+    """Lists collectives of an op that reshard its operands or reduce its results.
 
     Args:
-        done: (value, sharding) pairs that were counted before; new ones are added.
+        done: resharded (value, sharding) pairs, which count once; extended here.
     """
     frame = layout.frame
     partial = layout.unreduced(op)
@@ -586,7 +584,7 @@ def compose_plan(
 
 
 def _explicit_axes(mesh: Mesh | DescribedMesh) -> dict[str, str]:
-    """Axes of the caller's mesh that results of a plan from a file are to have, too."""
+    """Notes the Explicit axes of the caller's mesh, which `mesh_here` makes again."""
     if isinstance(mesh, DescribedMesh):
         return {}
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -1,11 +1,11 @@
-"""Runs a step under a plan's shardings, or plainly on one device.
+"""Compiles, runs and exports a step under a plan's shardings.
 
-Executables for later use: in this process from a race, or from disk.
+A race of this process or a file on disk may already have the executable.
 
-Files stand beside the measurements, in a folder of the user alone. Their name is a
-digest of everything that a compile depends on: module, constraints, options, devices,
-and the versions of JAX, XLA and the driver. A file that cannot be read is compiled
-again.
+Files are kept beside the measurements, in a folder that only the user can write. A
+file's name is a digest of everything that compiling depends on: module, constraints,
+options, devices, and versions of JAX, XLA and the driver. If a file cannot be read, the
+step is compiled again.
 """
 
 from __future__ import annotations
@@ -55,32 +55,28 @@ from cfp.program.step import FlatStep
 from cfp.program.trace import Alarm, Lowering, exported, lower_step, read_lowering
 from cfp.program.widen import widened
 
-# Of all executables together; the least recently used go first. Guess.
+# Size of all executables together; the least recently used go first. Guess.
 _MOST_BYTES = 4 * 2**30
 _SUFFIX = ".executable"
 
 
 @dataclass(frozen=True, slots=True)
 class Executables:
-    """A folder of executables for the devices of one process.
-
-    Attributes:
-        folder: made when something is kept.
-    """
+    """Executables for the devices of one process, in a folder that `put` makes."""
 
     folder: Path
 
     def key(
         self, text: bytes, mesh: Mesh, options: Mapping[str, str], step: FlatStep
     ) -> str:
-        """A digest of all that compiling a module depends on.
+        """Returns a digest of everything that compiling a module depends on.
 
         Args:
             text: the module; see `Lowering.bare_text`.
-            step: whose types say more than the module's.
+            step: the step, for its types, and donated arguments.
         """
         devices = [*mesh.devices.flat]
-        # Types say more than the module's: keys, and numbers of no type of their own.
+        # JAX's types differ where the module's are equal: random keys, weak types.
         leaves = [*step.avals, *step.traced.jaxpr.out_avals]
         rest = (
             environment_parts(devices),
@@ -105,8 +101,8 @@ class Executables:
                 *program, backend=devices[0].client, execution_devices=devices
             )
         except Exception:
-            # Damaged, or of a build of XLA that no version tells: readers raise
-            # anything. It is compiled again, and written anew.
+            # Readers raise anything for a damaged file, or one of another build of XLA
+            # with the same version. The step is compiled again, and the file rewritten.
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
             return None
@@ -115,14 +111,14 @@ class Executables:
         return compiled
 
     def put(self, key: str, compiled: jax.stages.Compiled) -> None:
-        """Keeps an executable, where its platform can write it down."""
+        """Stores an executable; does nothing if it cannot be serialized or written."""
         if _is_own(self._path(key)):
             return
         try:
             data = pickle.dumps(serialize(compiled))
         except Exception:
-            # Constants or effects that JAX does not write down, or kinds of keys whose
-            # functions no other process finds: picklers raise anything.
+            # Picklers raise anything for constants or effects that JAX cannot
+            # serialize, and for kinds of keys with functions of this process.
             return
         try:
             make_private_folder(self.folder)
@@ -149,7 +145,7 @@ class Executables:
 
 
 def _is_own(path: Path) -> bool:
-    """True if a file is there that nobody but this user can have written."""
+    """True if a file exists that only this user can have written."""
     try:
         stat = path.stat()
     except OSError:
@@ -162,11 +158,11 @@ def _is_own(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class ReusableExecutable:
-    """A compiled program that does all that a step does.
+    """A step's program that a race compiled, for use under the plan.
 
     Attributes:
-        built: takes and returns the step's flat leaves.
-        content: a digest of the step's program, the values of all constants included.
+        built: the executable over the step's argument leaves.
+        content: digest of the step's program with the values of all constants.
     """
 
     built: Built
@@ -179,7 +175,7 @@ class ReusableExecutable:
     def of(
         cls, program: Program, mesh: Mesh, job: Job, built: Built
     ) -> ReusableExecutable:
-        """Makes the record of a whole program that was built."""
+        """Makes the record of a built whole program."""
         types = signature(program, job.part)
         return cls(built, job, mesh, program.content, types)
 
@@ -192,11 +188,7 @@ class ReusableExecutable:
         constraints: Constraints,
         options: Mapping[str, str],
     ) -> bool:
-        """True if it is a step's program, compiled in just this way.
-
-        Args:
-            constraints: what the partitioner is constrained to.
-        """
+        """True if the executable is the step's, with these shardings and options."""
         job, types = self.job, self.types
         return (
             self.content == program.content
@@ -212,8 +204,8 @@ class ReusableExecutable:
 def start_devices(devices: Sequence[Any]) -> list[Future[jax.Array]]:
     """Puts an array on each of this process's devices, all at once, in threads.
 
-    A GPU takes its memory for the first one, an H100 in 1.3 s, and JAX puts one array
-    after another.
+    The first array makes JAX reserve a GPU's memory, 1.3 s on an H100. Without threads
+    JAX would do this for one device after another.
     """
     mine = [one for one in devices if one.process_index == jax.process_index()]
     threads = ThreadPoolExecutor(len(mine) or 1, "cfp-starting")
@@ -224,16 +216,17 @@ def start_devices(devices: Sequence[Any]) -> list[Future[jax.Array]]:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A step, compiled under a plan, with the call of the original function.
+    """A step, compiled under a plan; called like the original function.
 
     Attributes:
-        compiled: the compiled program over flat arguments and results.
-        in_shardings, out_shardings: one for each leaf.
-        narrow: ops that still compute in less than float32 in a widened step.
+        compiled: the compiled program over leaves of arguments and results.
+        in_shardings, out_shardings: a sharding for each leaf.
+        narrow: ops that compute in less than float32 though the step was lowered with
+            ``wide=True``.
         perturbed: lowers the step with operands and results of narrow ops moved by half
             of their last bit; None without narrow ops.
-        double: True if a widened step computes in float64 throughout.
-        alarm: exceptions of functions of the host, if the step calls any.
+        double: True if a wide step computes in float64 throughout.
+        alarm: exceptions of host callbacks; None if the step has no callbacks.
         raced: True if a race of this process compiled the step.
     """
 
@@ -250,7 +243,7 @@ class CompiledStep:
 
     @cached_property
     def dispatch(self) -> Dispatch:
-        """Looks at the arguments of calls, and places them."""
+        """Checks the argument leaves of calls, and moves them to their shardings."""
         return Dispatch(self.step, self.in_shardings)
 
     @cached_property
@@ -264,10 +257,9 @@ class CompiledStep:
         return f"CompiledStep of {name}: {arguments}, {results}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the step; arguments go to their shardings where they are elsewhere.
+        """Runs the step; arguments with other shardings move to those of the plan.
 
-        A step that calls functions of the host is waited for, and raises what they
-        raised.
+        A step with host callbacks is waited for, and raises their exceptions.
         """
         leaves = self.step.leaves_of(args, kwargs)
         if leaves is not None:
@@ -277,7 +269,7 @@ class CompiledStep:
         return self.run(self.dispatch.look(self.step.flatten(args, kwargs)))
 
     def run(self, look: Look) -> Any:
-        """Runs the step on flat arguments that were looked at."""
+        """Runs the step on the argument leaves of `Dispatch.look`."""
         placed = self.dispatch.place(look)
         is_checked = checks_numbers()
         try:
@@ -301,7 +293,7 @@ class CompiledStep:
         return released(made) if self._has_fixed else made
 
     def as_text(self) -> str:
-        """The compiled program as HLO, which tells its collectives."""
+        """Returns the compiled program as HLO text; "" if the platform has none."""
         return self.compiled.as_text() or ""
 
 
@@ -314,28 +306,24 @@ def export_planned(
     constraints: Constraints,
     planned: tuple[Outline | None, Mapping[str, str]] = (None, {}),
 ) -> bytes:
-    """Serialises the program of a step under a plan as `jax.export` does.
-
-    Args:
-        mesh, fingerprint, arg_specs, output_specs, constraints, planned: as of
-            `load_or_lower`.
+    """Serialises a step under a plan by `jax.export`; see `load_or_lower`.
 
     Raises:
-        PlanMismatch: the step's program is not the one that was planned, or it calls
-            functions of this process, which no file has.
+        PlanMismatch: the step's program differs from the planned one, or has host
+            callbacks, which a file cannot hold.
     """
     ins, outs = _shardings(step, mesh, arg_specs, output_specs)
     lowering, program = _lowered(step, mesh, ins, outs, fingerprint, planned)
     _constrain(lowering, program, mesh, constraints)
     if lowering.calls_host or _BY_CALLBACK in lowering.text:
         raise PlanMismatch(
-            "The step calls functions of this process, which a program in a file "
-            "cannot. cfp show plan.json --python prints its shardings."
+            "The step calls Python functions of this process, which an exported file "
+            "cannot. Use the shardings that cfp show plan.json --python prints."
         )
     return bytes(exported(step, lowering).serialize())
 
 
-# What JAX partitions by a function in Python.
+# Custom call for ops that a Python function partitions.
 _BY_CALLBACK = "CustomSPMDPartitioning"
 
 
@@ -345,8 +333,8 @@ class LoweredStep:
 
     Attributes:
         compiled: executable of a race or of an earlier process, or None.
-        keep: stores the executable for later processes; None for several processes, or
-            for a step that computes in other types.
+        keep: stores the executable for later processes. None for several processes, for
+            ``wide=True``, and with host callbacks.
     """
 
     lowering: Lowering = field(repr=False)
@@ -357,13 +345,13 @@ class LoweredStep:
 
     @unchecked()
     def compile(self, tell: Callable[[], None] = lambda: None) -> CompiledStep:
-        """Compiles it, if it has to be.
+        """Compiles the step, unless an executable is known.
 
         Args:
-            tell: called before a compile.
+            tell: called before compiling.
 
         Raises:
-            CfpError: the compiler made another program of it.
+            CfpError: the compiler changed the program's results.
         """
         compiled = self.compiled
         if compiled is None:
@@ -394,15 +382,14 @@ def load_or_lower(
     """Lowers a step under shardings with constraints; loads its executable, if stored.
 
     Args:
-        fingerprint: digest of the program's structure that the constraints are for, or
-            None.
+        fingerprint: digest of the planned program's structure; None skips the check.
         wide: True computes in float32 instead of smaller types, with precise products;
             arguments and results are float32, too.
         perturbed: with `wide`, as for :func:`cfp.program.widen.widen`.
-        unwidened: with `wide`, the same step compiled without: used if no op of it
-            computes in less than float32.
-        raced: program of a race: used if program, shardings and options are the same,
-            and the step calls no functions of the host.
+        unwidened: with `wide`, the same step compiled without it; used if none of its
+            ops computes in less than float32.
+        raced: a race's program; used if program, shardings and options are equal and
+            the step has no host callbacks.
         planned: operations and environment of the planned program, to name differences.
         environment: folder of tuned kernels and executables.
 
@@ -440,8 +427,8 @@ def load_or_lower(
     how = {**environment.options(platform), **options_of(lowering.rewritten)}
     how |= options or {}
     if wide and platform in GPU_PLATFORMS:
-        # A program that checks another runs a few times: decisions.md, "A check runs
-        # untuned programs".
+        # A checking program runs a few times only: decisions.md, "A check runs untuned
+        # programs".
         how |= UNTUNED
     kept = _executables(mesh, environment) if plain else None
     key = kept.key(lowering.bare_text, mesh, how, step) if kept else ""
@@ -484,8 +471,7 @@ def _shardings(
         ("result", results, output_specs),
     ):
         for i, (aval, spec) in enumerate(zip(avals, specs, strict=True)):
-            # Inside of a program keys of random numbers have dims that JAX does not
-            # show.
+            # Inside of a program, random keys have dims that JAX does not show.
             is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
             if uneven(aval.shape, mesh, spec[: len(aval.shape)] if is_key else spec):
                 raise PlanMismatch(
@@ -508,7 +494,7 @@ def _lowered(
     fingerprint: str | None,
     planned: tuple[Outline | None, Mapping[str, str]],
 ) -> tuple[Lowering, Program]:
-    """A step, lowered."""
+    """Lowers a step, and checks its fingerprint; returns it with our program."""
     lowering = lower_step(step, ins, list(outs))
     program = read_lowering(step, lowering)
     if fingerprint is not None and program.fingerprint != fingerprint:
@@ -521,12 +507,12 @@ def _lowered(
 def _constrain(
     lowering: Lowering, program: Program, mesh: Mesh, constraints: Constraints
 ) -> None:
-    """Inserts constraints, and what replaces ops, in place."""
+    """Inserts sharding constraints and replacements of ops into the module."""
     constraints = resolved(program, mesh, constraints)
     if (found := misfit(program, mesh, constraints)) is not None:
         raise PlanMismatch(
-            f"The plan's constraints do not fit the step's program: {found}. The file "
-            "that it came from is damaged. Plan again."
+            f"The plan's constraints do not fit the step's program: {found}. The "
+            "plan's file is damaged; plan again."
         )
     constrain(lowering.module, program, mesh, constraints)
     if constraints.replaced:
@@ -534,7 +520,7 @@ def _constrain(
 
 
 def _executables(mesh: Mesh, environment: BuildEnvironment) -> Executables | None:
-    """Returns the folder of a mesh's executables; None if several processes have it."""
+    """Returns a mesh's folder of executables; None for several processes."""
     alone = all(d.process_index == jax.process_index() for d in mesh.devices.flat)
     if environment.executables_dir is None or not alone or jax.process_count() > 1:
         return None

@@ -1,4 +1,4 @@
-"""Arrays of the user's where a plan wants them: made there, or taken there."""
+"""Makes state and places batches in a plan's shardings; checks a plan's devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cfp.program.memory import in_memory, put
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A plan's argument leaves: paths, types, shardings, memory kinds, on a mesh."""
+    """A plan's argument leaves: paths, types, specs and memory kinds, and the mesh."""
 
     names: Sequence[str]
     types: Sequence[str]
@@ -32,7 +32,7 @@ class Arguments:
     mesh: Mesh
 
     def sharding(self, i: int, dims: int) -> NamedSharding:
-        """Returns the sharding of a leaf that has so many dims."""
+        """Returns the sharding of leaf `i`, an array of `dims` dims."""
         sharding = NamedSharding(self.mesh, partition_spec(self.specs[i], dims))
         return in_memory([sharding], [self.memory[i]])[0]
 
@@ -43,10 +43,10 @@ Axes = Sequence[tuple[str, int]]
 def other_devices(
     axes: Axes, environment: Mapping[str, str], devices: Sequence[Any] | DescribedMesh
 ) -> str:
-    """Says how devices differ from those that a plan is for; "" if they do not.
+    """Describes how devices differ from the planned devices; "" if they do not.
 
     Args:
-        environment: what it was made for.
+        axes, environment: the plan's mesh axes, and its devices and versions.
     """
     planned = {**environment, "devices": str(prod(size for _, size in axes))}
     here, names = _facts(devices), ("slice", "device_kind", "platform")
@@ -62,7 +62,7 @@ def other_devices(
 
 
 def _facts(devices: Sequence[Any] | DescribedMesh) -> Mapping[str, str]:
-    """Facts of devices that a plan is held to, as its environment has them."""
+    """Returns device facts that must equal those in a plan's environment."""
     if isinstance(devices, DescribedMesh):
         return devices.environment
     return {
@@ -76,10 +76,10 @@ def _facts(devices: Sequence[Any] | DescribedMesh) -> Mapping[str, str]:
 def check_devices(
     axes: Axes, environment: Mapping[str, str], devices: Sequence[Any] | DescribedMesh
 ) -> None:
-    """Checks that a plan is for these devices, in kind and number, and for this JAX.
+    """Checks a plan's kind and number of devices, and its version of JAX.
 
     Raises:
-        PlanMismatch: it is for others.
+        PlanMismatch: the devices or this JAX differ.
     """
     differ = other_devices(axes, environment, devices)
     version, remedy = environment.get("jax_version", jax.__version__), ""
@@ -102,13 +102,10 @@ def check_devices(
 
 
 def mesh_here(axes: Axes, environment: Mapping[str, str]) -> Mesh:
-    """A plan's mesh, of the first of the devices that are there.
-
-    Args:
-        environment: what it was made for.
+    """Makes a plan's mesh of the first devices of this process's JAX.
 
     Raises:
-        PlanMismatch: there are too few devices, or they are of another kind.
+        PlanMismatch: too few devices are there, or of another kind, or another JAX.
     """
     names = tuple(name for name, _ in axes)
     shape = tuple(size for _, size in axes)
@@ -127,10 +124,10 @@ def made(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Initialises in the shardings of the arguments that the result looks like.
+    """Runs `init_fn`; its result has the shardings of the argument of its structure.
 
     Raises:
-        PlanMismatch: it looks like none.
+        PlanMismatch: the result has the structure and types of no argument.
     """
 
     def arrays(*args: Any, **kwargs: Any) -> Any:
@@ -148,14 +145,14 @@ def made(
 
 
 def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
-    """A batch of the host's on the devices, as one argument of the step has it.
+    """Moves a batch from the host to the sharding of an argument of the step.
 
     Args:
         batch: a pytree of arrays, as :meth:`cfp.Plan.place` takes it.
-        argument: which argument it is; by default the first with its leaves.
+        argument: the argument's name; by default the first with the batch's structure.
 
     Raises:
-        PlanMismatch: it looks like no argument, or an array has another size.
+        PlanMismatch: no argument has this structure, or an array has another size.
     """
     leaves, tree = tree_flatten_with_path(batch)
     paths = [path_text(path) for path, _ in leaves]
@@ -163,17 +160,17 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
     if argument is not None and argument not in known:
         raise PlanMismatch(
             f"The plan has no argument {argument!r} with arrays. "
-            f"{known_names(argument, known)} Without argument= plan.place takes the "
-            "first that the batch looks like."
+            f"{known_names(argument, known)} Without argument=, plan.place takes the "
+            "first argument of the batch's structure."
         )
     roots = [root for root in known if argument in (None, root)]
     fits = [root for root in roots if [path for path, _ in known[root]] == paths]
     exact = [root for root in fits if _same_types(arguments, known[root], leaves)]
     if not fits:
         raise PlanMismatch(
-            f"The batch of {len(paths)} leaves, first {paths[:3]}, looks like none "
-            f"of the plan's arguments. Pass argument=, one of {', '.join(known)}, "
-            "with the tree that the step takes there."
+            f"The batch of {len(paths)} leaves, first {paths[:3]}, has the structure "
+            "of none of the plan's arguments. Pass one of them as the step takes it: "
+            f"{', '.join(known)}."
         )
     root = (exact or fits)[0]
     found = [
@@ -194,7 +191,7 @@ def _same_types(
 
 
 def _part(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of the part that a process passes for its own devices."""
+    """Returns the shape of a process's part of an array, for its own devices."""
     pieces = sharding.addressable_devices_indices_map(shape).values()
     ranges = [
         {piece[dim].indices(size)[:2] for piece in pieces if piece is not None}
@@ -212,7 +209,7 @@ def _placed(arguments: Arguments, i: int, leaf: Any) -> jax.Array:
             raise _other_size(arguments, i, leaf)
         return put(leaf, sharding)
     part = np.asarray(leaf)
-    # What NumPy has in 64 bits JAX has in 32, unless it is configured otherwise.
+    # JAX stores NumPy's 64-bit types in 32 bits, unless configured otherwise.
     if jax.dtypes.canonicalize_dtype(part.dtype) != dtype:
         raise _other_size(arguments, i, part)
     try:
@@ -226,7 +223,7 @@ def _placed(arguments: Arguments, i: int, leaf: Any) -> jax.Array:
 def _other_size(arguments: Arguments, i: int, leaf: Any) -> PlanMismatch:
     many = jax.process_count() > 1
     return PlanMismatch(
-        f"The array for {arguments.names[i]} is {type_text(leaf)}, and the "
-        f"plan's{' part of this process' * many} {arguments.types[i]}. Pass a "
-        "batch of the size that was planned, or plan again."
+        f"The array for {arguments.names[i]} is {type_text(leaf)}; the plan expects "
+        f"{'the part of this process of ' * many}{arguments.types[i]}. Pass a "
+        "batch of the planned size, or plan again."
     )

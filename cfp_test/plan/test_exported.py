@@ -72,7 +72,7 @@ def test_a_step_that_calls_the_host_is_refused(folder):
     x = jax.ShapeDtypeStruct((16, 4), jnp.float32)
     how = {"settings": SETTINGS, "cache_dir": folder}
     plan = cfp.plan(step, x, mesh=mesh, preset="data_parallel", **how)
-    with pytest.raises(PlanMismatch, match="calls functions of this process"):
+    with pytest.raises(PlanMismatch, match="calls Python functions of this process"):
         plan.export(folder / "never.jax")
     assert not (folder / "never.jax").exists()
 

@@ -120,7 +120,7 @@ except cfp.PlanMismatch as error:
 """
     fits_not = run(program, folder, CFP_PLAN="plan.json")
     assert "or plan again" in fits_not
-    assert "The plan is plan.json, which CFP_PLAN names" in fits_not
+    assert "The plan is plan.json, since CFP_PLAN names it" in fits_not
     not_there = run(program, folder, CFP_PLAN="nope.json")
     assert "which CFP_PLAN names" in not_there
 

@@ -73,13 +73,13 @@ def test_an_argument_is_known_by_its_shape_or_name(plan):
 @pytest.mark.parametrize(
     ("batch", "argument", "reason"),
     [
-        ({"x": np.ones((8, 4))}, None, "looks like none of the plan's arguments"),
-        (np.ones(3), "batch", "looks like none of the plan's arguments"),
+        ({"x": np.ones((8, 4))}, None, "structure of none of the plan's arguments"),
+        (np.ones(3), "batch", "structure of none of the plan's arguments"),
         (np.ones(3), "labels", "no argument 'labels' with arrays"),
         (
             np.ones(3, np.float32),
             None,
-            r"is float32\[3\], and the plan's float32\[4,4\]",
+            r"is float32\[3\]; the plan expects float32\[4,4\]",
         ),
         (np.ones((4, 4), int), "w", r"w is int64\[4,4\]"),
         (jnp.ones(3), None, r"is float32\[3\]"),

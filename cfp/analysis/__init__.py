@@ -1,1 +1,1 @@
-"""Analysis: ParallelBlocks, their strategies, and the segments that repeat."""
+"""Analysis: blocks of a program, their strategies, and segments that repeat."""

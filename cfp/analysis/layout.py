@@ -1,9 +1,9 @@
-"""From choices to shardings: a spec for every value and for every use of one.
+"""Choices, and the shardings that they give to values and their uses.
 
-A :class:`Choice` holds one strategy per block and one storage mode per storage
-group. :class:`Layout` turns it into constraints for the compiler: how each value is
-sharded when it is made, and how each op wants to read it. Where the two differ,
-there is a resharding.
+A :class:`Choice` has a strategy for each block (a contraction with the ops that are
+sharded like it), and a storage mode for each storage group (arguments stored alike).
+:class:`Layout` finds the sharding in which each value is made, and in which each op
+reads it. If the two differ, the compiler reshards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cfp.fields import Name
 from cfp.program.constrain import Constraints
 from cfp.program.graph import Op, Program, searched_once
 
-# Kernels that compute parts of a segment, each with its kind: see `cfp.kernels.kinds`.
+# (kernel, its kind) pairs for parts of a segment: see `cfp.kernels.kinds`.
 SegmentKernels = tuple[tuple[Name, Name], ...]
 AS_WRITTEN: SegmentKernels = ()
 
@@ -40,9 +40,9 @@ class Choice:
     """One strategy for each block and one storage mode for each storage group.
 
     Attributes:
-        remat: indices of the segments whose forward pass is rematerialized in the
-            backward pass, so that only their inputs are kept.
-        kernels: kernels of segments, by index.
+        remat: indices of segments whose forward pass is computed again in the backward
+            pass: only their inputs are kept.
+        kernels: (segment index, its kernels) pairs; no pair if none.
     """
 
     blocks: tuple[Strategy, ...]
@@ -52,21 +52,24 @@ class Choice:
 
     @property
     def all_kernels(self) -> set[tuple[str, str]]:
-        """The kernels of all segments, each with its kind."""
+        """The (kernel, kind) pairs of all segments."""
         return {pair for _, kernels in self.kernels for pair in kernels}
 
     def kernels_of(self, segment: int) -> SegmentKernels:
-        """The kernels of a segment, by its index."""
+        """Returns the kernels of a segment; () if it is computed as written."""
         return dict(self.kernels).get(segment, AS_WRITTEN)
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The parts that all layouts of one program on one mesh share.
+    """Analysis of a program on a mesh, shared by all layouts.
 
     Attributes:
-        outer: axes along which devices are further apart than along the others, from
-            host to host; none where all are, or no others.
+        mesh: (axis, size) pairs of size 2 or more.
+        outer: axes between hosts; empty if all axes are.
+        paired: for each argument the index of the output that is its new value, or
+            None.
+        canonical: maps values that are one tensor to one of them.
     """
 
     program: Program
@@ -83,7 +86,7 @@ class Frame:
     group_of_arg: Mapping[int, int]  # argument position -> group index
     region_ops: tuple[int, ...]  # loops and branches
     barrier_ops: tuple[int, ...]
-    pins: Mapping[int, Spec]  # argument position -> the sharding the user asked for
+    pins: Mapping[int, Spec]  # argument position -> the sharding that the user fixed
     looked_for: dict[tuple[Any, ...], Any] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )  # See `searched_once`.
@@ -91,10 +94,10 @@ class Frame:
     def stored_specs(
         self, group: StorageGroup, mode: Storage, wanted: Spec | None
     ) -> tuple[Spec, Spec]:
-        """The shardings of a storage group's parameter: as used, and as stored.
+        """Returns a parameter's shardings: (as blocks use it, as sharded state).
 
         Args:
-            wanted: how the first block that reads its parameter wants it.
+            wanted: sharding in which the first block reads it; None if replicated.
         """
         first, whole = group.args[0], ((),) * len(group.shape)
         used = even_spec(wanted or whole, group.shape, self.mesh)
@@ -108,7 +111,7 @@ class Frame:
         return used, wide
 
     def effective(self, mode: Storage, groups: Iterable[StorageGroup]) -> Storage:
-        """The first of the modes that store some groups as this one does."""
+        """Returns the first storage mode that stores these groups in the same way."""
         if mode is Storage.OPTIMIZER and not any(group.has_update for group in groups):
             return Storage.USED
         return Storage.SHARDED if mode is Storage.INNER and not self.outer else mode
@@ -118,9 +121,9 @@ class Layout:
     """The shardings that a choice gives to a program, or to some of its blocks.
 
     Attributes:
-        value_spec: for each value id the sharding it is made with; absent for
-            values that the compiler is left to decide on (constants).
-        axes: for each op id with a rule, the axes that split its factors.
+        value_spec: {value id: sharding in which the value is made}. Constants are left
+            to the compiler, and absent.
+        axes: {id of an op with a rule: axes that split each factor}.
     """
 
     def __init__(
@@ -129,7 +132,7 @@ class Layout:
         strategies: Mapping[int, Strategy],
         storage: Mapping[int, Storage],
     ) -> None:
-        """Lays out blocks, by index, and storage groups, by index."""
+        """Lays out the blocks and the storage groups whose indices are given."""
         self.frame = frame
         self.axes: dict[int, FactorAxes] = {}
         self.value_spec: dict[int, Spec] = {}
@@ -140,7 +143,7 @@ class Layout:
         self._values()
 
     def spec(self, value: int) -> Spec | None:
-        """The sharding a value is made with; None where the compiler may decide."""
+        """Returns the sharding in which a value is made; None for constants."""
         known = self.value_spec.get(value)
         if known is not None:
             return known
@@ -157,9 +160,10 @@ class Layout:
     # -- what an op wants ----------------------------------------------------
 
     def use_spec(self, op_id: int, index: int) -> Spec | None:
-        """Returns the spec in which an op reads an operand; None if it may be any.
+        """Returns the spec in which an op reads an operand; None for any spec.
 
-        Indices behind the operands count into the values that its regions yield.
+        Args:
+            index: an operand's; or the number of operands, plus a yielded value's.
         """
         op = self.frame.program.ops[op_id]
         if op.has_regions:
@@ -168,7 +172,7 @@ class Layout:
                 return self.value_spec.get(op.results[index % count])
             place = (index - count) % max(1, len(op.results))
             return self.value_spec.get(op.results[place]) if index >= count else None
-        if passes(op):  # a barrier takes everything as it comes
+        if passes(op):  # A barrier.
             return None
         if op.id in self.axes and op.rule is not None:
             if index < len(op.rule.operands):
@@ -182,12 +186,12 @@ class Layout:
         return ((),) * len(value.shape)
 
     def _by_hand(self, spec: Spec) -> Spec:
-        """Returns the part of a user's own sharding that this mesh has axes for."""
+        """Removes axes that are not in this mesh from a user's own sharding."""
         names = dict(self.frame.mesh)
         return tuple(tuple(a for a in dim if a in names) for dim in spec)
 
     def natural_spec(self, op: Op, index: int) -> Spec | None:
-        """Returns the spec in which an op makes its result, before any resharding."""
+        """Returns the spec in which an op makes its result; None for constants."""
         if op.id in self.axes:
             return self._op_specs(op)[0][index]
         if op.shardings:
@@ -197,15 +201,15 @@ class Layout:
         return ((),) * len(self.frame.program.shape(op.results[index]))
 
     def unreduced(self, op: Op) -> tuple[str, ...]:
-        """The axes over which an op leaves partial sums."""
+        """Returns the axes over which an op's results are partial sums."""
         return self._op_specs(op)[2] if op.id in self.axes else ()
 
     def _op_specs(
         self, op: Op
     ) -> tuple[tuple[Spec, ...], tuple[Spec, ...], tuple[str, ...]]:
-        """Specs of results and operands, and axes over which results are partial."""
+        """Returns specs of results and of operands, and axes of partial sums."""
         rule, axes, known = op.rule, self.axes[op.id], self.frame.looked_for
-        # All layouts ask for them, of layers that are alike.
+        # Layouts and equal layers share them.
         if (found := known.get((id(rule), axes))) is None:
             assert rule is not None, "only ops with a rule have axes"
             sizes = dict(self.frame.mesh)
@@ -217,11 +221,11 @@ class Layout:
         return found
 
     def output_specs(self) -> tuple[Spec, ...]:
-        """The sharding of each output of the program."""
+        """Returns the sharding of each output of the program."""
         return tuple(map(self.output_spec, range(len(self.frame.program.outputs))))
 
     def output_spec(self, place: int) -> Spec:
-        """The sharding of an output of the program: its argument's, if it has one."""
+        """Returns an output's sharding: its argument's, if it is a new value."""
         if (position := self.frame.renewed.get(place)) is not None:
             return self.arg_spec(position)
         value = self.frame.program.outputs[place]
@@ -230,7 +234,7 @@ class Layout:
         return even_spec(found, shape, self.frame.mesh)
 
     def arg_spec(self, position: int) -> Spec:
-        """The sharding of an argument of the program."""
+        """Returns the sharding of an argument of the program, by position."""
         value = self.frame.program.args[position]
         return self.spec(value) or ((),) * len(self.frame.program.shape(value))
 
@@ -239,7 +243,7 @@ class Layout:
     def stored_specs(
         self, group: StorageGroup, mode: Storage
     ) -> tuple[Spec, dict[int, Spec]]:
-        """Finds the sharding of a group and of its arguments, before it is laid out."""
+        """Returns a group's sharding when sharded, and {argument: its sharding}."""
         first, pins = group.args[0], self.frame.pins
         wanted = self.read_spec(self.frame.program.args[first])
         used, wide = self.frame.stored_specs(group, mode, wanted)
@@ -258,9 +262,9 @@ class Layout:
         self.axes.update(group_axes(self.frame, group.index, wide, False))
 
     def read_spec(self, value: int) -> Spec | None:
-        """Returns the spec in which the first reader of a value, in order, reads it.
+        """Returns the spec in which a value's first reader, in program order, reads it.
 
-        A reader that gathers it counts where there is no other.
+        Readers that gather it count only if there are no others. None without readers.
         """
         gathered = None
         program = self.frame.program
@@ -288,7 +292,7 @@ class Layout:
         return gathered
 
     def _carried(self, canonical: int) -> Spec:
-        """The sharding of a loop-carried value: as its first reader inside wants it."""
+        """Returns a carried value's sharding: its first reader's inside, or as made."""
         if canonical in self.value_spec:
             return self.value_spec[canonical]
         program = self.frame.program
@@ -296,7 +300,7 @@ class Layout:
         place = loop.results.index(canonical)
         found = None
         if loop.id in program.opened and loop.yields[place] in loop.entries:
-            # What is stored sharded is gathered in every turn, where it is read.
+            # Sharded state stays sharded, and is gathered in every iteration.
             found = self.value_spec.get(loop.operands[place])
         for entry in loop.entered(place):
             found = found or self.read_spec(entry)
@@ -305,7 +309,7 @@ class Layout:
         return found or ((),) * len(program.shape(canonical))
 
     def _branch_spec(self, result: int) -> Spec:
-        """Returns the sharding of a branch's result: as read, or stored, or made."""
+        """Returns a branch result's sharding: as read, else as stored, else as made."""
         if (spec := self.read_spec(result)) is not None:
             return spec
         program = self.frame.program
@@ -319,7 +323,7 @@ class Layout:
         return next(filter(any, specs), whole)
 
     def _made_spec(self, value: int) -> Spec | None:
-        """Returns the spec in which a value's op makes it, seen through barriers."""
+        """Returns the spec in which a value is made, in front of barriers."""
         while (op := self.frame.program.maker(value)) is not None:
             place = op.results.index(value)
             if op.id in self.axes:
@@ -327,7 +331,7 @@ class Layout:
             if op.has_regions or not passes(op):
                 break
             value = op.operands[place]
-        return self.value_spec.get(value)  # an inner loop's is settled already
+        return self.value_spec.get(value)  # Inner loops are laid out before.
 
     def _values(self) -> None:
         program = self.frame.program
@@ -356,7 +360,7 @@ class Layout:
                     self.value_spec[result] = spec
 
     def _scattered(self, value: int, natural: Spec, partial: tuple[str, ...]) -> Spec:
-        """Returns a partial sum's spec, scattered if its first reader wants it so."""
+        """Returns a partial sum's spec: its first reader's, if that only adds axes."""
         for user, index in sorted(self.frame.program.users[value]):
             if user not in self.axes:
                 continue
@@ -374,19 +378,18 @@ class Layout:
 
 @searched_once
 def lay_out(frame: Frame, choice: Choice) -> Layout:
-    """The layout of a whole program."""
+    """Returns the layout of a whole program."""
     return Layout(
         frame, dict(enumerate(choice.blocks)), dict(enumerate(choice.storage))
     )
 
 
 def constraints(layout: Layout, ops: Set[int] | None = None) -> Constraints:
-    """Makes the constraints of a layout.
+    """Returns the constraints of a layout.
 
     A value has a constraint at its maker, and one for each use with another sharding. A
-    transposed value has its constraint behind the transpose. Before it, the value would
-    be reduced there, and the compiler could not fuse the transpose with the product:
-    gradients of weights are transposed products.
+    value that is only transposed (a weight's gradient) has it behind the transpose.
+    Otherwise the compiler would reduce it before, and not fuse product and transpose.
 
     Args:
         ops: ids of the ops to constrain; all of them if None.
@@ -417,7 +420,7 @@ def constraints(layout: Layout, ops: Set[int] | None = None) -> Constraints:
 
 
 def _is_constrained_behind(layout: Layout, value: int, ops: Set[int] | None) -> bool:
-    """True if a value is only transposed, and the transposed one is constrained."""
+    """True if a value's only reader is a transpose, and its result is constrained."""
     program = layout.frame.program
     readers = program.users[value]
     if len(readers) != 1:
@@ -427,7 +430,7 @@ def _is_constrained_behind(layout: Layout, value: int, ops: Set[int] | None) -> 
     return (
         program.ops[user].kind == "transpose"
         and value not in program.outputs
-        # Other branches' constraints may reach a product in a branch otherwise.
+        # In a branch, constraints of other branches could reach the product.
         and (loop < 0 or program.ops[loop].kind == "while")
         and user in layout.axes
         and (ops is None or user in ops)
@@ -442,11 +445,11 @@ def _is_constrained_behind(layout: Layout, value: int, ops: Set[int] | None) -> 
 def group_axes(
     frame: Frame, group: int, spec: Spec, reads: bool
 ) -> dict[int, FactorAxes]:
-    """The axes that split the factors of the update ops of a storage group.
+    """Returns {op id: axes that split its factors} for ops of a storage group.
 
     Args:
-        spec: how the group's arguments are stored.
-        reads: of the ops that bring the parameter to the blocks instead.
+        spec: sharding of the group's arguments.
+        reads: True for the ops between parameter and blocks; False for the update's.
     """
     of, program, known = frame.groups[group], frame.program, frame.looked_for
     ops = of.reads if reads else (*of.ops, *of.inner_ops)

@@ -26,15 +26,13 @@ _ROUNDS = frozenset({"abs", "is_finite", "select", "multiply", "reduce"})
 
 
 class Storage(StrEnum):
-    """Storage of a group of parameters and state between steps.
+    """Storage of a parameter and its optimizer state between steps.
 
-    USED: as its blocks use it. OPTIMIZER: the parameter as used, everything else and
-    the update sharded further (ZeRO-1). SHARDED: all of it sharded further, gathered
-    before use (ZeRO-3, fully sharded data parallel). INNER: the same along the inner
-    axes alone, those within a host (HSDP). LARGEST: matrices sharded along their
-    largest dims, whatever their blocks use, as people shard by hand; along the first
-    dim if the dims before the largest are as large together. The rest is stored as
-    used.
+    USED: sharded as blocks use the parameter. OPTIMIZER: the parameter as used, its
+    state and update sharded further (ZeRO-1). SHARDED: all of it sharded further, and
+    gathered before use (ZeRO-3, fully sharded data parallel). INNER: the same along
+    axes within a host only (HSDP). LARGEST: matrices sharded along their largest dims,
+    as by hand (or the first dim, see `extend_spec`); the rest as used.
     """
 
     USED = "used"
@@ -44,29 +42,27 @@ class Storage(StrEnum):
     LARGEST = "largest"
 
 
-# What is tried of every strategy; parts of whole choices may be stored otherwise.
+# Modes that are tried for every strategy.
 USUAL_STORAGE = (Storage.USED, Storage.OPTIMIZER, Storage.SHARDED, Storage.INNER)
 
 
 @dataclass(frozen=True, slots=True)
 class StorageGroup:
-    """Arguments that are stored alike.
+    """Arguments that are stored alike: a parameter and its optimizer state.
 
     Attributes:
-        args: argument positions, the parameter first: the argument that the rest of the
-            program reads, if there is one.
+        args: argument positions, the parameter first: an argument that ops outside of
+            the update read, if any.
         ops: ids of the top-level update ops.
-        gradients: value ids that enter the update from the rest of the program.
-        inner_ops: ids of update ops inside loops and branches, such as sums of
-            gradients.
-        reads: ids of the ops between the parameter and the blocks: casts, and slices of
-            a loop.
-        whole_dims: dims of the parameter that cannot be sharded, since a loop slices
-            them.
-        read_args: the part of ``args`` that the rest of the program reads.
-        has_update: True if the update computes or keeps a value that may be sharded
-            further than the parameter; False for a cache that decoding writes into, and
-            for weights that are handed back.
+        gradients: ids of values that enter the update from the rest of the program.
+        shape: shape of the parameter.
+        inner_ops: ids of update ops in loops and branches, such as sums of gradients.
+        reads: ids of ops between the parameter and the blocks: casts, and slices in a
+            loop.
+        whole_dims: dims of the parameter that a loop slices, which are not sharded.
+        read_args: the part of ``args`` that ops outside of the update read.
+        has_update: True if the update has a value that may be sharded further than the
+            parameter. False for a decoding cache, and for weights returned unchanged.
     """
 
     index: int
@@ -84,12 +80,12 @@ class StorageGroup:
 def find_storage(
     flow: Flow, paired: tuple[int | None, ...]
 ) -> tuple[StorageGroup, ...]:
-    """The storage groups of a program; `pair_outputs` pairs its arguments."""
+    """Returns a program's storage groups; `paired` is the result of `pair_outputs`."""
     return _Finder(flow, paired).run()
 
 
 class _Finder:
-    """Walks from each new value up to what it is computed from."""
+    """Walks from each new value of state upstream, through elementwise ops."""
 
     def __init__(self, flow: Flow, paired: tuple[int | None, ...]) -> None:
         self.flow, self.paired = flow, paired
@@ -105,11 +101,7 @@ class _Finder:
         self.members: set[int] = set()
 
     def _find_leads(self, outputs: Set[int]) -> None:
-        """Finds the values that lead to blocks, but not as new state.
-
-        An update ends at the new state: its readers, a second update or the next
-        iteration of a loop of updates, do not count.
-        """
+        """Finds ops and values that reach products other than through new state."""
         program, flow = self.program, self.flow
         targets = {
             op.id for op in program.ops if op.kind in _LOOKUPS or is_contraction(op)
@@ -121,10 +113,9 @@ class _Finder:
         self.leads_before, _ = first_downstream(flow, targets, outputs | ends - carried)
 
     def _is_handed_on(self, output: int) -> bool:
-        """True if blocks read new state where it is made, and no gradient is in it.
+        """True for a new value that products read at once, and without a gradient.
 
-        Such as the state of a linear attention: it is what blocks hand on from one
-        iteration, or step, to the next, and no parameter.
+        For example the state of a linear attention, which is no parameter.
         """
         program = self.program
         new = (v for op in self.flow.makers(output) for v in op.results)
@@ -143,7 +134,7 @@ class _Finder:
             if output is None or not shape:
                 continue
             self.members.add(position)
-            if squeeze(shape):  # one element is not worth following
+            if squeeze(shape):  # Single elements are not followed.
                 self._walk(position, program.outputs[output])
         return self._collect()
 
@@ -151,7 +142,7 @@ class _Finder:
         return self.program.shape(self.program.args[position])
 
     def _leads_on(self, user: Op, index: int) -> bool:
-        """True if what an op reads at an index reaches a block, in this iteration."""
+        """True if the operand of `user` at `index` reaches a product."""
         if not passes(user):
             return self.leads[user.id] != NEVER
         inside = self.flow.becomes(user.id, index) if index < len(user.operands) else ()
@@ -179,8 +170,7 @@ class _Finder:
             if not self._updates(op, inner):
                 continue
             if op.id in self.owner:
-                # A column of a table may be computed with a vector of its own, which
-                # cannot be stored as the table is.
+                # A vector that is combined with a table cannot be stored as the table.
                 if self._shape(self.owner[op.id]) == shape:
                     self.sets.union(self.owner[op.id], position)
                 continue
@@ -196,7 +186,10 @@ class _Finder:
                 stack.extend((operand, inner) for operand in op.operands)
 
     def _updates(self, op: Op, shape: tuple[int, ...]) -> bool:
-        """True if an op is elementwise on tensors of a shape without dims of size 1."""
+        """True if an op may be part of an update: elementwise on tensors of `shape`.
+
+        Dims of size 1 do not count. Writes of slices into a stack count as elementwise.
+        """
         program = self.program
         if op.rule is None or op.rule.reduction or len(op.results) != 1:
             return False
@@ -219,12 +212,12 @@ class _Finder:
         )
 
     def _leads(self, op: Op) -> bool:
-        """True if an op's result reaches a block, but not as a loop's new state."""
+        """True if an op's result reaches a product, other than through new state."""
         leads = self.leads if op.parent >= 0 else self.leads_before
         return leads[op.id] != NEVER
 
     def _stacks(self, op: Op) -> bool:
-        """True if an op writes an iteration's result into a carried tensor."""
+        """True if an op writes one iteration's result into the loop's carried stack."""
         place = self.flow.entry_place.get(op.operands[0])
         if place is None:
             return False
@@ -272,7 +265,7 @@ class _Finder:
         )
 
     def _stacked_dims(self, inside: set[int], rank: int) -> frozenset[int]:
-        """The dims along which loops write the group's tensors, piece by piece."""
+        """Returns dims along which loops write the group's tensors slice by slice."""
         found = set()
         for op_id in inside:
             op = self.program.ops[op_id]
@@ -283,7 +276,7 @@ class _Finder:
         return frozenset(found)
 
     def _entering(self, positions: list[int], inside: set[int]) -> list[int]:
-        """The values that update ops read from outside the group."""
+        """Returns values that update ops read from outside the group."""
         program = self.program
         values = {program.args[p] for p in positions}
         entering: dict[int, None] = {}
@@ -296,7 +289,7 @@ class _Finder:
                     op.id not in inside and op.id not in program.leaf_ops
                     for op in makers
                 ):
-                    # It is no argument of the group, carried into a loop.
+                    # Arguments of the group that are carried into a loop do not count.
                     if values.isdisjoint(reached([v], self.flow.sources)):
                         entering[v] = None
         return list(entering)
@@ -308,7 +301,7 @@ class _Finder:
         entering: list[int],
         shape: tuple[int, ...],
     ) -> set[int]:
-        """Finds ops that compute norms of gradients and state; they reduce shards."""
+        """Returns ops that reduce gradients or state to norms, which work on shards."""
         program = self.program
         known = {program.args[p] for p in positions} | set(entering)
         known.update(r for op in inside for r in program.ops[op].results)
@@ -348,11 +341,11 @@ class _Finder:
     def _reads(
         self, value: int, inside: set[int], shape: tuple[int, ...]
     ) -> tuple[tuple[int, ...], frozenset[int]]:
-        """The ops on the way of a parameter to the blocks, and its whole dims."""
+        """Returns ids of ops between a parameter and blocks, and dims loops slice."""
         program = self.program
         found: set[int] = set()
         whole: set[int] = set()
-        # Its shards are rounded to FP8, and what is gathered is that.
+        # With FP8, shards are rounded before they are gathered.
         rounds = _ROUNDS if TAKEN in program.rewritten.products else ()
         stack: list[tuple[int, tuple[int | None, ...]]] = [
             (value, tuple(range(len(shape))))
@@ -375,7 +368,7 @@ class _Finder:
 
 
 def _carried_dims(op: Op, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """Maps each dim of a view's result to a dim of the parameter."""
+    """Returns for each dim of a view's result the parameter's dim, or None."""
     of_factor = {
         op.known_rule.major(factors): dims[d]
         for d, factors in enumerate(op.known_rule.operands[0])
@@ -389,10 +382,10 @@ def _carried_dims(op: Op, dims: tuple[int | None, ...]) -> tuple[int | None, ...
 
 
 def is_gradient(program: Program, value: int, ends: Set[int] = frozenset()) -> bool:
-    """Returns True if a value is made by a backward pass, without products between.
+    """True if a backward pass's op makes a value, with no product in between.
 
     Args:
-        ends: other values, behind which it does not look.
+        ends: ids of values that are not followed upstream.
     """
     stack, seen = [value], {*ends} - {value}
     while stack:
@@ -411,12 +404,12 @@ def is_gradient(program: Program, value: int, ends: Set[int] = frozenset()) -> b
 
 
 def pair_outputs(flow: Flow) -> tuple[int | None, ...]:
-    """Finds for each argument the output that is its new value, or None.
+    """Returns for each argument the index of the output that is its new value, or None.
 
-    Equal types with equal paths below the root identify it. A result may lie deeper, as
-    `checkify` returns state, and an argument may have no path below the root. Then the
-    result must also be computed from the argument elementwise. Donation comes second,
-    as JAX matches donated arguments with results by type alone.
+    Both have equal types, and equal paths below their roots. If the output lies deeper
+    (`checkify` returns state so), or the argument has no path below its root, the
+    output must also be computed from the argument elementwise. Other arguments take the
+    output that donation gives them: JAX matches these by type alone.
     """
     program = flow.program
     paired: list[int | None] = [None] * len(program.args)
@@ -446,7 +439,7 @@ def pair_outputs(flow: Flow) -> tuple[int | None, ...]:
 
 
 def _renews(flow: Flow, arg: int, output: int) -> bool:
-    """True if an output is an argument, or one with something added elementwise."""
+    """True if an output is the argument, or an elementwise update of it."""
     program = flow.program
     if program.outputs[output] == arg:
         return True
@@ -473,16 +466,13 @@ def _renews(flow: Flow, arg: int, output: int) -> bool:
 
 
 def spec_ways(spec: Spec, mesh: Mesh) -> int:
-    """Into how many pieces a spec cuts a tensor."""
+    """Returns the number of pieces into which a spec cuts a tensor."""
     sizes = dict(mesh)
     return prod(sizes[name] for names in spec for name in names)
 
 
 def even_spec(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> Spec:
-    """A spec without the axes that do not divide their dim.
-
-    Values inside of a program may be padded; arguments and results may not.
-    """
+    """Removes axes that do not divide their dim, as arguments need them to."""
     sizes = dict(mesh)
     dims = []
     for size, names in zip(shape, spec, strict=True):
@@ -505,12 +495,13 @@ def extend_spec(
     *,
     largest: bool = False,
 ) -> Spec:
-    """Shards a tensor over the axes that its spec leaves unused, if one fits.
+    """Returns a spec extended by its unused axes, each on the first dim it divides.
 
-    Each axis shards the first dim that it divides, or the largest, without
-    ``whole_dims``; axes in ``without`` stay unused. The first dim takes the largest's
-    place if the dims before the largest are as large together and all axes divide it:
-    gradients are not transposed then.
+    Args:
+        whole_dims: dims that are not sharded.
+        without: axes that stay unused.
+        largest: try larger dims first, unless the dims before the largest are as large
+            together and all axes divide the first: then gradients need no transpose.
     """
     used = {*without, *(name for names in spec for name in names)}
     dims = [list(names) for names in spec]

@@ -1,15 +1,13 @@
-"""Strategies: for each mesh axis, the factor of its anchor that a block shards.
+"""Strategies: for each mesh axis, the factor along which a block is sharded.
 
-Strategies follow from sharding rules. To shard an op in another way, give it another
-rule in `cfp.program.read`, which reads Shardy's, or take factors away in
-`cfp.program.rules`.
+A block is a contraction, its anchor, with the ops that are sharded like it. A strategy
+gives each mesh axis an *inner* factor of the anchor, along which the block's
+contractions are split. A contracted factor may have an *exit*: the factor of the result
+that the reduction scatters to (none: an all-reduce). A lookup in a table split by
+columns may have an exit, too: it exchanges columns for rows by an all-to-all. A table
+sharded with its state is then not gathered, and its gradient not reduced.
 
-A strategy gives each mesh axis an *inner* factor, along which the block's contractions
-are split. A contracted factor also has an *exit*: the factor of the result that the
-reduction scatters to (none: an all-reduce). A lookup in a table that is split by
-columns has an exit, too: the rows of the result for which it exchanges columns (an
-all-to-all). A table sharded with its state is then not gathered, and its gradient not
-reduced.
+Strategies follow from sharding rules: see `cfp.program.read` and `cfp.program.rules`.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ FactorAxes = tuple[tuple[str, ...], ...]  # for each factor the axes that split 
 
 @dataclass(frozen=True, slots=True, order=True)
 class AxisChoice:
-    """The role of one mesh axis in a block; factors are the anchor's, -1 for none."""
+    """Choice of one mesh axis in a block: factors of the anchor, -1 for none."""
 
     inner: int = NONE
     exit: int = NONE
@@ -42,7 +40,7 @@ Strategy = tuple[AxisChoice, ...]  # one choice for each mesh axis
 
 
 def axis_choices(rule: Rule, axis_size: int) -> list[AxisChoice]:
-    """Lists the roles of an axis of a given size in a block with this anchor."""
+    """Returns all choices of an axis of this size, by the anchor's rule."""
     splittable = [
         f
         for f, size in enumerate(rule.sizes)
@@ -70,7 +68,7 @@ def axis_choices(rule: Rule, axis_size: int) -> list[AxisChoice]:
 
 
 def _looked_up(rule: Rule) -> tuple[set[int], set[int]]:
-    """The columns and rows of a lookup's result: its table alone has what is summed."""
+    """Returns factors of a lookup's columns and rows; empty sets for other ops."""
     if len(rule.operands) != 2:
         return set(), set()
     table, indices = ({f for dim in dims for f in dim} for dims in rule.operands)
@@ -80,10 +78,10 @@ def _looked_up(rule: Rule) -> tuple[set[int], set[int]]:
 
 
 def block_strategies(program: Program, block: Block, mesh: Mesh) -> list[Strategy]:
-    """Lists all strategies of a block: the product of its axes' choices.
+    """Returns all strategies of a block: the product of its axes' choices.
 
-    Combinations that do not split a factor are left out. Combinations that differ only
-    by axes of equal size stay, since axes may be linked differently.
+    Combinations that cannot split a factor, or that XLA gets wrong, are left out. Axes
+    of equal size count as different, since their links may differ.
     """
     anchor = program.ops[block.anchor]
     rule = anchor.known_rule
@@ -101,7 +99,7 @@ def block_strategies(program: Program, block: Block, mesh: Mesh) -> list[Strateg
 
 
 def splits_together(rule: Rule, mesh: Mesh, strategy: Sequence[AxisChoice]) -> bool:
-    """True if axes split their factors also where several of them split the same."""
+    """True if each factor can be split by all axes that choose it together."""
     ways: dict[int, int] = {}
     for (_, size), choice in zip(mesh, strategy, strict=True):
         for factor in (choice.inner, choice.exit):
@@ -111,10 +109,10 @@ def splits_together(rule: Rule, mesh: Mesh, strategy: Sequence[AxisChoice]) -> b
 
 
 def _scatters_wrongly(rule: Rule, strategy: Strategy) -> bool:
-    """Finds sums that XLA's partitioner gets wrong, on meshes of three axes or more.
+    """True for sums that XLA's partitioner gets wrong, on three mesh axes or more.
 
-    Such as ``bmk,bkn->bmn`` with b sharded over x, k over y and z, and b of the result
-    over x and z.
+    For example ``bmk,bkn->bmn`` with b sharded over x, k over y and z, and b of the
+    result over x and z.
     """
     tensors = (*rule.operands, *rule.results)
     batch = set.intersection(*({f for dim in dims for f in dim} for dims in tensors))
@@ -124,7 +122,7 @@ def _scatters_wrongly(rule: Rule, strategy: Strategy) -> bool:
 
 
 def _gathers_wrongly(rule: Rule, strategy: Strategy) -> bool:
-    """Finds gathers that XLA's partitioner does not compile, on three axes or more.
+    """True for gathers that XLA's partitioner does not compile, on three axes or more.
 
     One axis shards the indices, another the indexed dim, and the sum over that dim
     scatters to the dim of the indices. XLA then cuts slices of a third sharded dim too
@@ -138,7 +136,7 @@ def _gathers_wrongly(rule: Rule, strategy: Strategy) -> bool:
 
 
 class BlockSharding:
-    """Shardings of one block's ops, strategy by strategy."""
+    """Shardings of one block's ops under each strategy; `alike` blocks share work."""
 
     def __init__(
         self,
@@ -164,10 +162,10 @@ class BlockSharding:
         places = {op: place for place, op in enumerate(block.ops)}
         members = ((places[m.op], m.factors, m.cotangent) for m in block.members)
         form = form_of(program, canonical, block.ops), *members
-        self._first = alike.setdefault(form, self)  # It answers for all of this form.
+        self._first = alike.setdefault(form, self)
 
     def factor_axes(self, strategy: Strategy) -> dict[int, FactorAxes]:
-        """For each op of the block that has a rule, the axes that split its factors."""
+        """Returns {id of an op with a rule: axes that split each factor}."""
         return dict(zip(self._ops, self._first._axes(strategy), strict=True))
 
     def _axes_in_order(self, strategy: Strategy) -> list[FactorAxes]:
@@ -181,7 +179,7 @@ class BlockSharding:
         ]
 
     def _ways_before(self, strategy: Strategy, axis: int) -> int:
-        """Counts parts into which earlier axes split an axis's dims, as heads."""
+        """Returns the number of pieces that earlier axes make of an axis's dims."""
         choice, ways = strategy[axis], 1
         for (_, size), other in zip(self.mesh[:axis], strategy, strict=False):
             if NONE not in (other.inner, choice.inner) and (
@@ -191,7 +189,7 @@ class BlockSharding:
         return ways
 
     def _find_behind(self, first: AxisChoice, second: AxisChoice) -> bool:
-        """True if what one choice splits stands behind another's in some dim."""
+        """True if in some dim the second choice's factor follows the first's."""
         classes = self._classes_of(1, 1)
         one, other = (self._mark(classes, choice) for choice in (first, second))
         for op_id in self._ops:
@@ -206,7 +204,7 @@ class BlockSharding:
     def _factors_split(
         self, axis: int, choice: AxisChoice, before: int
     ) -> list[tuple[int, ...]]:
-        """For each op the factors that one axis is to split."""
+        """Returns for each op the factors that one axis splits."""
         classes = self._classes_of(self.mesh[axis][1], before)
         marked = self._mark(classes, choice)
         return [self._factors_of(op, classes, marked, choice) for op in self._ops]
@@ -225,7 +223,7 @@ class BlockSharding:
         )
 
     def _mark(self, classes: DimClasses, choice: AxisChoice) -> set[Hashable]:
-        """The classes that an axis shards in ops other than contractions."""
+        """Returns the classes of dims that an axis shards in non-contractions."""
         if choice.inner == NONE:
             return set()
         program = self.program
@@ -255,7 +253,7 @@ class BlockSharding:
 
 
 def split_axes(rule: Rule, mesh: Mesh, splits: Iterable[Iterable[int]]) -> FactorAxes:
-    """The axes of an op's factors, where each axis of a mesh is to split some."""
+    """Returns the axes of an op's factors; `splits` has each axis's wanted factors."""
     wanted: list[list[str]] = [[] for _ in rule.sizes]
     for (name, _), factors in zip(mesh, splits, strict=True):
         for factor in factors:
@@ -266,15 +264,15 @@ def split_axes(rule: Rule, mesh: Mesh, splits: Iterable[Iterable[int]]) -> Facto
 def legal_axes(
     rule: Rule, wanted: list[list[str]], sizes: dict[str, int]
 ) -> FactorAxes:
-    """Drops axes that an op cannot use.
+    """Removes axes that an op cannot use, and returns the axes of its factors.
 
-    An axis must not shard two factors of an op, a factor that it cannot split, or a dim
-    of the result that it does not split; some axes may split a factor only together.
+    An axis must divide its factor, also in results, and shard one factor only. Some
+    factors are sharded over all axes together or not at all.
     """
     used: set[str] = set()
     found: list[tuple[str, ...]] = [()] * len(wanted)
     split: dict[int, int] = {}
-    # What is behind another factor in a result comes after that one.
+    # Factors behind others in a result come after them.
     behind = {
         f for f, names in enumerate(wanted) if names and not rule.splits_results(f)
     }
@@ -301,11 +299,7 @@ def legal_axes(
 def tensor_spec(
     rule: Rule, dims: Dims, axes: FactorAxes, sizes: Mapping[str, int]
 ) -> Spec:
-    """The sharding of an operand or result under an op's factor axes.
-
-    Args:
-        sizes: of the mesh's axes.
-    """
+    """Returns the sharding of an operand or result whose dims have these factors."""
     if all(len(factors) == 1 for factors in dims):
         return tuple(axes[factor] for (factor,) in dims)
     ways = {f: prod(sizes[name] for name in names) for f, names in enumerate(axes)}
@@ -316,12 +310,12 @@ def tensor_spec(
 
 
 def reduced_axes(rule: Rule, axes: FactorAxes) -> tuple[str, ...]:
-    """The axes over which an op's results must still be summed."""
+    """Returns the axes over which an op's results are partial sums."""
     return tuple(a for f in sorted(rule.reduction) for a in axes[f])
 
 
 def describe(op: Op, mesh: Mesh, strategy: Strategy) -> str:
-    """A strategy in the notation of Alpa: ``RS = RS x SS @ {1,0} (allreduce @ 1)``.
+    """Writes a strategy as Alpa does: ``RS = RS x SS @ {1,0} (allreduce @ 1)``.
 
     S and R stand for sharded and replicated dims of result and operands; the braces
     hold the mesh axis of each sharded factor, in the order of the operands' dims.

@@ -72,7 +72,7 @@ class Solution:
     Attributes:
         candidates: the best by prediction, then presets and other promising choices.
         unraced: ``{preset that does not race: reason}``.
-        problem: the searched problem; None for a preset by name.
+        problem: the searched problem; None for a preset by name on real devices.
         counts: counts and seconds of the passes so far.
         rates: rates of the devices (compute, memory, collectives); None if not read.
         named: presets and propagated choices among the candidates, with their kernels

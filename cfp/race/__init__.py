@@ -1,1 +1,1 @@
-"""Whole programs, compiled and timed in turn: the fastest that fits is the plan."""
+"""The race: compiles whole programs, times them in turn; the fastest is the plan."""

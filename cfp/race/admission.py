@@ -1,15 +1,14 @@
 """Admits candidates to the race: compiles them until enough fit.
 
-:func:`compile_until_enough_fit` takes candidates, sorted by predicted time, and a
-memory budget. By three rules programs are not compiled:
+A candidate is a whole program. `compile_until_enough_fit` compiles candidates by
+predicted time, under a memory budget. Three rules skip candidates:
 
-- *Reach*: one that is not within `reach` of the fastest that fits is not.
-- *Refusals*: after `MOST_REFUSED` that do not fit no others are. What was compiled
-  before, and is known not to fit, is none of these; as many of it get a memory limit.
-- *Memory*: what cannot fit by prediction, whatever the compiler does, is not. One whose
-  predicted memory times `COMPILED_TO_PREDICTED` is more than the budget is compiled
-  with the compiler's memory limit only, where the compiler takes one, and at one
-  constraint level. Any other is compiled as it is.
+- *Reach*: the predicted time exceeds `reach` times that of the fastest that fits.
+- *Refusals*: `MOST_REFUSED` compiled candidates did not fit. Candidates compiled in an
+  earlier run do not count; at most as many of them are tried with a memory limit.
+- *Memory*: by prediction the candidate cannot fit, even with the memory limit. If its
+  predicted memory times `COMPILED_TO_PREDICTED` exceeds the budget, it is compiled with
+  XLA's memory limit only (if XLA has one), at one constraint level.
 
 =========================  ==========  =============  ===========
 exempt from                reach       refusals       memory
@@ -21,15 +20,15 @@ without a prediction       yes         no             yes
 others                     no          no             no
 =========================  ==========  =============  ===========
 
-What was compiled as it is and does not fit is compiled with the limit, if it may fit
-then, the loosest first. Rematerialized programs are candidates of their own, see
-:mod:`cfp.race.programs`. When time is over, nothing else is compiled after the first;
-where one that fits is enough, nothing after the first that does. Without a budget only
-reach counts.
+A candidate that does not fit is compiled again with memory limits, if it may fit then,
+the loosest first. Rematerialized programs are separate candidates
+(:mod:`cfp.race.programs`). After the deadline, only the first candidate is compiled.
+Without a race, compiling ends with the first that fits. Without a budget, the reach and
+`MOST_RACED` decide.
 
-*Memory limit* here is an option of XLA, not the budget: XLA schedules to hide latency,
-and keeps what that needs, as far as the device's memory allows. With a limit it
-rematerializes what exceeds it, less of it and cheaper than a whole segment.
+*Memory limit* is an option of XLA, not the budget. XLA uses free device memory to hide
+latency. With a limit, it rematerializes ops until the program is below the limit: fewer
+and cheaper ops than a whole segment's.
 
 If no program fits, an error names the largest parts of its memory, and remedies.
 """
@@ -79,10 +78,10 @@ from cfp.solution import Candidate
 
 
 def may_fit(memory: MemoryBudget, size: CompiledBytes) -> bool:
-    """True if a program may fit, if the compiler saves what it can.
+    """True if a program may fit with XLA's memory limit.
 
     Args:
-        size: what it needs otherwise; a failure to compile needs nothing.
+        size: memory without the limit; zeros, if compiling failed, give False.
     """
     least = size.peak_bytes - (1.0 - LIMITED_MEMORY_AT_LEAST) * size.temp_bytes
     return 0 < least <= memory.budget_bytes
@@ -91,13 +90,13 @@ def may_fit(memory: MemoryBudget, size: CompiledBytes) -> bool:
 def limit_options(
     memory: MemoryBudget, size: CompiledBytes
 ) -> Mapping[str, Mapping[str, str]]:
-    """Compiler options with which a program may fit, by name, the fastest first.
+    """Returns {name: XLA options} that reduce a program's memory, the fastest first.
 
     Args:
-        size: what it needs without them.
+        size: memory without these options.
 
     Returns:
-        Nothing where the compiler takes no limit, or none that would change anything.
+        Empty if XLA has no memory limit on the platform, or no limit would help.
     """
     fixed = size.peak_bytes - size.temp_bytes
     most = memory.device_bytes or 0
@@ -105,12 +104,12 @@ def limit_options(
         return {}
     percent_bytes = (most - fixed) / 100
     asked = (memory.budget_bytes - fixed) / percent_bytes
-    # It is a whole number, more than a gigabyte, and the compiler misses it by some
-    # percent, to either side: with a little less more programs fit.
+    # The limit is a whole percentage, in steps of a gigabyte or so. The compiler misses
+    # it by some percent, either way: a second, tighter limit makes more programs fit.
     shares = dict.fromkeys(max(1, n) for n in (round(asked), int(0.9 * asked)))
     limits: list[Mapping[str, str]] = [{MEMORY_SHARE: str(n)} for n in shares]
     if min(shares) * percent_bytes >= size.temp_bytes:
-        limits = [{}]  # So much is what it needs anyway.
+        limits = [{}]  # The program is below these limits anyway.
     names = ("within the budget", "well within the budget")
     found = {name: o for name, o in zip(names, limits, strict=False) if o}
     return found | {
@@ -122,7 +121,7 @@ Compile = Callable[[Sequence[Candidate]], Sequence[RaceResult]]
 
 
 def expected_ms(candidate: Candidate) -> float:
-    """Predicted step time, `LIMITED_TIME` times with the limit; infinity if unknown."""
+    """Predicted step time, ms, corrected for a memory limit; infinity if unknown."""
     if candidate.predicted_ms is None:
         return inf
     limited = MEMORY_SHARE in candidate.options
@@ -135,14 +134,14 @@ def within_reach(
     reach: Mapping[ConstraintLevel, float],
     fitting: Sequence[Candidate] = (),
 ) -> list[Candidate]:
-    """Finds candidates that may be faster than the best, or race anyway.
+    """Selects candidates within reach of the best, and those exempt from it.
 
     Args:
-        candidates: all candidates; without a prediction each may be faster.
-        however_slow: keys of candidates that race at any predicted time.
-        reach: limit of predicted time, as a multiple of the best's.
-        fitting: candidates known to fit; the best is one of these, or of all
-            candidates.
+        candidates: all candidates; those without a predicted time are selected.
+        however_slow: keys of exempt candidates.
+        reach: ``{level: limit of predicted time}``, as a multiple of the best's.
+        fitting: candidates known to fit, with the best among them; if empty, the best
+            is among all candidates.
     """
     best_ms = min(map(expected_ms, fitting or candidates), default=inf)
 
@@ -158,7 +157,7 @@ def within_reach(
 
 
 def exempt_from_reach(candidates: Sequence[Candidate]) -> set[Any]:
-    """Keys of the plan and the best preset, which may be slower than reach allows."""
+    """Returns keys of the first candidate (the plan) and the best preset predicted."""
     known = [one for one in candidates if one.is_preset and one.predicted_ms]
     best = sorted(known, key=expected_ms)[:1]
     return {one.key for one in (*candidates[:1], *best)}
@@ -169,9 +168,9 @@ class Admitted:
     """Compiled and skipped candidates.
 
     Attributes:
-        fitting: compiled, and they fit.
-        refused: compiled, and they do not fit or fail, with the reasons.
-        left: not compiled, with the reasons.
+        fitting: results of compiled candidates that fit.
+        refused: results of compiled candidates that do not fit, or failed.
+        left: (candidate, reason) of those that were not compiled.
     """
 
     fitting: list[RaceResult] = field(default_factory=list)
@@ -179,23 +178,21 @@ class Admitted:
     left: list[tuple[Candidate, str]] = field(default_factory=list)
 
 
-# A candidate as it is, or with memory limits, the loosest first.
+# One candidate's variants, in the order to try: without a limit, then tighter limits.
 _Ways = Sequence[Candidate]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Admission:
-    """Candidates on their way to the race.
+    """State of `compile_until_enough_fit`.
 
     Attributes:
-        memory: the memory that they must fit in, under a budget.
-        reach: as for :func:`compile_until_enough_fit`.
+        memory: the memory budget; None without one.
         exempt_from_refusals: keys of candidates that are compiled in spite of refusals.
-        known_large: choices and levels known not to fit, which count as no refusal.
+        known_large: (choice, level) known not to fit, which do not count as refusals.
         however_slow: keys of candidates to compile at any predicted time.
-        found: results of compiled or skipped candidates.
         queue: candidates to compile.
-        limited: choices that are compiled with the memory limit.
+        limited: choices that were queued with a memory limit.
     """
 
     memory: MemoryBudget | None
@@ -209,14 +206,14 @@ class _Admission:
 
     @property
     def fitting(self) -> list[Candidate]:
-        """Candidates that were compiled, and fit."""
+        """Compiled candidates that fit."""
         return [made.candidate for made in self.found.fitting]
 
     def add(self, one: Candidate, size: CompiledBytes | None) -> None:
-        """Queues a candidate, or skips it.
+        """Queues a candidate, or skips it by its predicted memory.
 
         Args:
-            size: predicted memory; None to compile the candidate without a check.
+            size: predicted memory; None queues the candidate without a check.
         """
         memory, limits = self.memory, {}
         if memory is not None and size is not None:
@@ -228,27 +225,27 @@ class _Admission:
         if not limits:
             self.queue.append([one])
         elif one.choice in self.limited:
-            # At another constraint level a choice needs as much.
+            # Other constraint levels need about the same memory.
             self.found.left.append((one, LIMITED_ONCE))
         else:
             self.limit(with_options(one, limits))
 
     def limit(self, ways: _Ways) -> None:
-        """Queues a candidate with memory limits, if there are any."""
+        """Queues a candidate's variants with memory limits; nothing if empty."""
         if ways:
             self.queue.append(ways)
             self.limited.add(ways[0].choice)
 
     def select(self) -> list[_Ways]:
-        """Selects the next candidates to compile; none if enough are compiled.
+        """Selects the next candidates to compile; empty if enough are compiled.
 
-        The plan and candidates known to fit come first, whatever the refusals. Then
-        come near candidates, the best preset first, as time may be too short for all.
+        First the plan and candidates known to fit, in spite of refusals. Then those
+        within reach, the best preset first, since the deadline may come before others.
         """
         reach, however_slow = self.reach, self.however_slow
         self.queue.sort(key=lambda ways: expected_ms(ways[0]))
         fitting, large = self.fitting, {*self.known_large}
-        # What was refused as it is, and fits with the memory limit, fits.
+        # A candidate that fits under XLA's memory limit counts as no refusal.
         refused = [made.candidate for made in self.found.refused]
         failed = {(one.choice, one.level) for one in refused}
         failed -= {(one.choice, one.level) for one in fitting} | large
@@ -269,7 +266,7 @@ class _Admission:
 
         others = near([ways[0] for ways in queue])
         if self.memory is None:
-            # At some levels the compiler does better than is predicted.
+            # At levels with a larger reach, steps may be faster than predicted.
             others.sort(key=lambda w: expected_ms(w[0]) / reach[w[0].level])
         others.sort(key=lambda ways: ways[0].key not in however_slow)
         found = [*first, *others][: max(allowed, len(first))]
@@ -280,10 +277,10 @@ class _Admission:
         return [ways for ways in found if ways[0].choice in few]
 
     def sort_in(self, ways: _Ways, made: Sequence[RaceResult]) -> None:
-        """Adds a candidate to what fits, or does not; then to the queue again.
+        """Records results of a candidate; if none fits, queues its untried variants.
 
         Args:
-            made: what became of the first of its ways, or more of them.
+            made: results of the first variants, one or more.
         """
         for one in made:
             if one.may_race:
@@ -301,7 +298,7 @@ class _Admission:
         self.limit(ways[len(made) :])
 
     def leave(self, *, is_late: bool) -> None:
-        """Skips the rest of the queue."""
+        """Skips the rest of the queue, with reasons."""
         rest, near = [ways[0] for ways in self.queue], list[Candidate]()
         if is_late and not self.fitting:
             near = rest
@@ -313,10 +310,10 @@ class _Admission:
 
 
 def _side_by_side(chosen: Sequence[_Ways], most: int) -> list[tuple[int, int]]:
-    """Places of candidates, and ways of theirs, that compile side by side.
+    """Returns (candidate, variant) indices of the programs that compile side by side.
 
-    Of each the loosest, which come first as time may be too short for all; and tighter
-    ones, of all in turn, up to so many programs.
+    First each candidate's first variant, then tighter ones of all in turn, up to `most`
+    programs.
     """
     depths = range(max(map(len, chosen)))
     places = enumerate(map(len, chosen))
@@ -336,22 +333,22 @@ def compile_until_enough_fit(
     at_once: int = 1,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Admitted:
-    """Compiles candidates until enough of them fit.
+    """Compiles candidates until enough of them fit, by the rules of this module.
 
     Args:
         candidates: the plan first.
-        compile_all: compiles some, and returns their memory, or why they cannot race.
-        memory: the memory that they must fit in, under a budget.
-        size_of: predicted memory of a candidate, if known.
-        reach: limit of time, as a multiple of the fastest that fits; None if one that
-            fits is enough, without a race.
-        known: keys of candidates compiled before that fit.
-        compiled: memory of candidates compiled before, by key.
+        compile_all: compiles candidates and returns their results, in order.
+        memory: the memory budget; None without one.
+        size_of: predicted memory of a candidate; None if unknown.
+        reach: ``{level: limit of predicted time}``, as a multiple of the fastest that
+            fits; None to end with the first that fits.
+        known: keys of candidates that fit, by an earlier run.
+        compiled: ``{key: memory}`` of candidates compiled in earlier runs.
         at_once: number of programs that compile side by side. With fewer candidates,
             tighter limits are tried beside the loosest.
-        is_over: True if time is over, so that compiled programs must do.
+        is_over: True after the deadline.
     """
-    # The plan is compiled as it is, and what is known to fit needs no prediction.
+    # The plan, and candidates known to fit, are queued without a check of memory.
     exempt = {*known, *(one.key for one in candidates[:1])}
     most = memory.budget_bytes if memory is not None else inf
     too_large = {key for key, size in compiled.items() if size.peak_bytes > most}
@@ -384,21 +381,24 @@ def compile_until_enough_fit(
 
 
 _MOST_NAMED = 4
-# Of all memory: what takes less is not named, and no remedy is for it.
+# Least shares of a program's memory that a message names, and has a remedy for.
 _WORTH_NAMING = 0.005
 _WORTH_A_REMEDY = 0.15
 
 ARGUMENTS = "arguments"
-RESULTS = "results that take no donated argument's place"
+RESULTS = "results that reuse no donated argument"
 TEMPORARIES = "temporaries"
 CODE = "code"
-RESERVE = "what the allocator may add"
+RESERVE = "the allocator's reserve"
 
 
 def over_budget(
     analysis: Analysis, problem: Problem, reserve_bytes: int = 0
 ) -> MemoryBudgetError:
-    """The error for a budget, and its reserve, that nothing fits in by prediction."""
+    """Makes the error for a budget in which no choice fits by prediction.
+
+    `reserve_bytes`, for the allocator, is part of the user's budget.
+    """
     best = leanest(problem)
     needed = best.memory_bytes + reserve_bytes
     choice = whole_choice(analysis, problem, best)
@@ -412,8 +412,8 @@ def over_budget(
     }
     budget = format_bytes((problem.budget_bytes or 0) + reserve_bytes)
     first = (
-        f"No plan fits in {budget} of memory on each device. The smallest budget that "
-        f"would do is about {format_bytes(needed, up=True)}, by prediction."
+        f"No plan fits in {budget} of memory on each device. The smallest sufficient "
+        f"budget is about {format_bytes(needed, up=True)}, by prediction."
     )
     return _error(analysis, first, needed, use, choice)
 
@@ -424,19 +424,18 @@ def no_winner(
     budget_bytes: int | None,
     reserve_bytes: int = 0,
 ) -> CfpError:
-    """The error for a race that nothing finished, in a budget and its reserve.
+    """Makes the error for a race in which no compiled candidate fits, or none runs.
 
     Args:
-        results: of all that was compiled, or failed.
-        budget_bytes: what a program may need on each device.
-        reserve_bytes: what the allocator may add.
+        results: results of candidates that were compiled, or failed.
+        budget_bytes: largest memory of a program per device; None without a budget.
+        reserve_bytes: the rest of the user's budget, for the allocator.
     """
-    # Of what could not be compiled it is not known what it needs.
     compiled = [r for r in results if r.peak_bytes]
     failed = [r for r in compiled if r.fits] if compiled else results
     if failed or not compiled:
         reasons = "; ".join(f"{r.name}: {r.reason}" for r in failed)
-        reasons = reasons or "None was compiled."
+        reasons = reasons or "No candidate was compiled."
         return CfpError(f"No plan ran on the devices. {reasons}")
     best = min(compiled, key=lambda r: r.peak_bytes)
     needed = best.peak_bytes + reserve_bytes
@@ -463,7 +462,7 @@ def no_winner(
         if one.record and one.record.status not in ("ok", "out_of_memory"):
             broken[one.note.partition("\n")[0]].append(repr(one.name))
     for why, names in [*broken.items()][:_MOST_NAMED]:
-        error = error.with_line(f"{', '.join(names)} failed otherwise: {why}")
+        error = error.with_line(f"{', '.join(names)} failed: {why}")
     return error
 
 
@@ -471,11 +470,11 @@ def least_short(
     errors: Mapping[str, MemoryBudgetError],
     late: Sequence[str] = (),
 ) -> MemoryBudgetError:
-    """Returns the error of the variant with the smallest need.
+    """Returns the error of the variant (of a step) that needs the least memory.
 
     Args:
-        errors: by the variants' names.
-        late: variants that time was too short for.
+        errors: ``{variant: error}``.
+        late: variants that were not planned before the deadline.
     """
     needs = {name: one.smallest_feasible_bytes for name, one in errors.items()}
     best = min(needs, key=needs.__getitem__)
@@ -487,7 +486,7 @@ def least_short(
     )
     if others:
         least = least.with_line(
-            f"That is {best}. Others need as much or more: {others}.", behind_first=True
+            f"This is {best}. Others need as much or more: {others}.", behind_first=True
         )
     if late:
         least = least.with_line(
@@ -504,13 +503,13 @@ def _error(
     use: Mapping[str, int],
     choice: Choice,
 ) -> MemoryBudgetError:
-    """The error with all lines of its message.
+    """Makes the error with all lines of its message.
 
     Args:
-        first: what does not fit.
-        needed_bytes: what the leanest needs.
-        use: what that is for, in bytes.
-        choice: what it chooses.
+        first: first line.
+        needed_bytes: memory of the leanest program per device.
+        use: ``{name: bytes}``, the parts of `needed_bytes`.
+        choice: the leanest program's choice.
     """
     parts = sorted(
         ((name, size) for name, size in use.items() if size > 0), key=lambda p: -p[1]
@@ -534,14 +533,14 @@ def _error(
 def _advice(
     analysis: Analysis, choice: Choice, parts: Sequence[str], large: set[str]
 ) -> str:
-    """Suggests more remedies, by what takes most memory."""
+    """Returns the rest of a sentence of remedies, by the largest parts of memory."""
     advice = ""
-    if large != {RESERVE}:  # Each of more devices has as much for its allocator.
+    if large != {RESERVE}:  # Each device has a reserve, so more devices do not help.
         advice += ", use more devices"
     if not parts or parts[0] == TEMPORARIES or TEMPORARIES in large:
         advice += (
-            ", make the batch smaller, or, if the step takes microbatches, let it "
-            "through in parts (--microbatches, cfp.plan_fastest)"
+            ", make the batch smaller, or, if the step takes microbatches, split it "
+            "(--microbatches, cfp.plan_fastest)"
         )
     if RESULTS in large:
         advice += ", or donate the state (--donate 0, donate_argnums=0)"

@@ -1,13 +1,13 @@
 """Compiles whole programs, and remembers programs and races of earlier runs.
 
-A prediction of memory is off by a few percent; the memory of a compiled program is
-known. Such a program races under another budget, too, if it fits. So a larger budget
-gives no slower plan, and an error names the least need of all compiled programs.
+Predictions of memory are off by a few percent. So programs that an earlier run compiled
+race again under another budget, if they fit. A larger budget then gives no slower plan,
+and an error can name the least memory of all compiled programs.
 
-The same question has the same answer, and runs nothing. Only times of one race compare:
-they are stored under the set of its programs and its budget, besides a record of each
-program. The earlier choices in a race depend on programs compiled meanwhile, and are
-stored with the answer.
+A race that is asked for again is answered from the store, without running. Times
+compare only within one race. They are stored with a key of the race's programs and its
+budget, besides each program's own record. An `Answer` stores the winner's time and the
+remembered choice that raced, since a later run may remember another choice.
 """
 
 from __future__ import annotations
@@ -66,10 +66,11 @@ class Builder:
     """Compiles candidate programs for the devices of the race.
 
     Attributes:
-        program: the program, for candidates without one of their own.
-        budget_bytes: memory of each device that a program may need, or None.
-        end: time (`time.monotonic`) after which no further compile begins, once one
-            has, and no program is timed again.
+        program: the program, for candidates without `RaceProgram.stands_on`.
+        budget_bytes: largest memory of a program per device; None for no limit.
+        end: deadline (`time.monotonic`): no program is timed again, and compiles begin
+            only if none has begun before.
+        built: ``{identity of a program: compiled program}`` so far.
     """
 
     program: Program
@@ -88,22 +89,25 @@ class Builder:
 
     @property
     def platform(self) -> str:
-        """Platform of the compiler: for described devices this machine's."""
+        """JAX's name of the devices' platform; "cpu" for described devices."""
         is_here = isinstance(self.mesh, Mesh)
         return self.devices.devices.flat[0].platform if is_here else "cpu"
 
     @property
     def is_measured(self) -> bool:
-        """True if steps are timed on devices whose times decide."""
+        """True if times of the platform's devices decide; False for virtual devices."""
         return not defaults_of(self.platform).estimates
 
     @property
     def at_once(self) -> int:
-        """Programs that compile side by side, at most."""
+        """Largest number of programs that compile side by side."""
         return default_threads(self.platform)
 
     def build(self, one: RaceProgram) -> Built | ProfileRecord:
-        """Compiles a program; for described devices in a child."""
+        """Compiles a program; for described devices in a child process.
+
+        Returns the record of the failure if it does not compile.
+        """
         program, mesh = one.stands_on or (self.program, self.mesh)
         if isinstance(mesh, Mesh):
             kept = BuildEnvironment.beside(self.store.path)
@@ -115,20 +119,20 @@ class Builder:
 
     @property
     def in_flight(self) -> InFlight:
-        """To be entered while something is built or run."""
+        """Context manager for the time of builds and runs, which it notes."""
         return InFlight(self.store, self.options.limits, self.program.name)
 
 
 def compile_programs(
     builder: Builder, programs: Sequence[RaceProgram]
 ) -> list[RaceResult]:
-    """Compiles programs without running them, and keeps those that fail.
+    """Compiles programs without running them, and stores those that fail.
 
-    Results of earlier races, and of `keep_built`, come from the store. Programs that
-    are too large, or fail, are stored.
+    Programs over the budget count as failures. Programs in the store, from earlier
+    races or `keep_built`, are not compiled again.
 
     Returns:
-        A result for each program, in order; without samples if it fits.
+        A result for each program, in order; samples come from earlier races only.
     """
     known = {
         **_known_builds(builder, programs),
@@ -143,7 +147,7 @@ def compile_programs(
 
 
 def keep_built(store: ProfileStore, one: RaceProgram, built: Built) -> None:
-    """Keeps that a program compiles, and its size; its sample is the compile."""
+    """Stores a compiled program's memory; the record's sample is the compile time."""
     made = replace(built, key=_key_of_build(one))
     store.put(made.record("ok", samples_ms=[1e3 * built.build_seconds]), replace=True)
 
@@ -151,7 +155,7 @@ def keep_built(store: ProfileStore, one: RaceProgram, built: Built) -> None:
 def _known_builds(
     builder: Builder, programs: Sequence[RaceProgram]
 ) -> dict[str, Built]:
-    """Programs that `keep_built` has kept, and that fit, by key."""
+    """Returns programs that `keep_built` stored and that fit, by key."""
     keys = {one.job.key.digest: (one.job.key, _key_of_build(one)) for one in programs}
     found = builder.store.get_many(mine.digest for _, mine in keys.values())
     return {
@@ -170,12 +174,11 @@ def _key_of_build(one: RaceProgram) -> ProfileKey:
 def build_each(
     builder: Builder, programs: Sequence[RaceProgram], in_flight: InFlight
 ) -> dict[str, Built | ProfileRecord]:
-    """Builds programs side by side, each once.
-
-    When time is over, one program is begun if none was before.
+    """Builds programs side by side, each once; after the deadline at most one.
 
     Returns:
-        By key: programs that fit, and records of those that fail or do not fit.
+        ``{key: compiled program}`` if it fits, or ``{key: record}`` if it failed or
+        does not fit. Programs that were not begun are absent.
     """
     wanted = {one.job.key.digest: one for one in programs}
     built, most_bytes, threads = builder.built, builder.budget_bytes, builder.at_once
@@ -217,7 +220,7 @@ def build_each(
         if (outcome := outcomes.get(digest)) is None:
             continue
         if isinstance(outcome, Built) and not fits(outcome, most_bytes):
-            reason = f"needs {outcome.peak_bytes} bytes of {most_bytes}"
+            reason = f"needs {outcome.peak_bytes} bytes, more than {most_bytes}"
             outcome = outcome.record("out_of_memory", reason=reason)
         if isinstance(outcome, ProfileRecord):
             outcome = replace(outcome, choice=one.job.choice)
@@ -242,22 +245,25 @@ def results_of(
 def known_records(
     builder: Builder, digests: Collection[str]
 ) -> dict[str, ProfileRecord]:
-    """Records of programs, by key, that need not be made again."""
+    """Returns the store's records by key, without those to make again.
+
+    Failures to retry are made again, and programs that fit only the present budget.
+    """
     settle(builder.store)
     return {
         digest: record
         for digest, record in builder.store.get_many(digests).items()
         if not builder.options.retries(record)
-        # Something was refused for its size alone, and the budget has grown.
+        # Refused for its size under a smaller budget.
         and not (is_compiled_too_large(record) and fits(record, builder.budget_bytes))
     }
 
 
 def keep(records: Sequence[ProfileRecord], store: ProfileStore) -> None:
-    """Stores the results of a race in one transaction; a part of a race is unusable.
+    """Stores records of a race in one transaction: part of a race would be useless.
 
-    A measurement that another process made meanwhile, with a larger budget, is not
-    replaced by the result that the program is too large for this one.
+    A record "too large" does not replace a measurement, which another process may have
+    made meanwhile with a larger budget.
     """
     known = store.get_many(
         record.key for record in records if is_compiled_too_large(record)
@@ -271,7 +277,7 @@ EARLIER_RUN = "from an earlier run"
 
 
 class _Kept(BaseModel):
-    """A choice for a whole program, as its record has it."""
+    """The JSON of a whole program's choice in its record."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -285,9 +291,9 @@ class Answer:
     """Outcome of an earlier race.
 
     Attributes:
-        known: the choice that raced because it was known to fit, as records have it.
-        time_ms: of the winner.
-        ended: when that was, as in records.
+        known: the remembered choice that raced (`known_to_fit`), as JSON; "" if none.
+        time_ms: step time of the winner.
+        ended: time of the end, in the format of `ProfileRecord.created`.
         raced: digests of all choices that ran.
     """
 
@@ -297,13 +303,10 @@ class Answer:
     raced: tuple[str, ...] = ()
 
     def is_old(self, records: Iterable[ProfileRecord]) -> bool:
-        """True if a record made since may change the answer.
-
-        True if the fastest record made since is of a choice that did not race, and
-        clearly faster than the winner.
+        """True if the fastest later record did not race, and clearly beats the winner.
 
         Args:
-            records: of choices that fit.
+            records: records of choices that fit.
         """
         since = [record for record in records if record.created > self.ended]
         best = min(since, key=_turn_ms, default=None)
@@ -318,12 +321,12 @@ _ANSWERS = TypeAdapter(Answer)
 
 
 def choice_digest(choice: str) -> str:
-    """The digest of a choice, as records have it."""
+    """Returns the digest of a choice's JSON."""
     return _digest([choice])
 
 
 def question(context: PlanContext, programs: Iterable[RaceProgram]) -> ProfileKey:
-    """Returns the key of a race's answer: its programs that race in any case."""
+    """Returns the key of a race's answer: its programs (not remembered), and budget."""
     options = context.rules.compiler_options.values()
     return ProfileKey(
         (
@@ -337,16 +340,16 @@ def question(context: PlanContext, programs: Iterable[RaceProgram]) -> ProfileKe
 
 
 def answer_to(asked: ProfileKey, store: ProfileStore) -> Answer | None:
-    """Returns how the race ended before; None if it was not run."""
+    """Returns the stored answer of a race; None if there is none, or it is invalid."""
     record = store.get(asked.digest)
     try:
         return record and _ANSWERS.validate_json(record.choice)
     except ValidationError:
-        return None  # Records may come from elsewhere.
+        return None  # Records may come from other machines or versions.
 
 
 def keep_answer(asked: ProfileKey, store: ProfileStore, answer: Answer) -> None:
-    """Keeps how a race ended."""
+    """Stores the answer of a race."""
     record = ProfileRecord(
         key=asked.digest,
         parts=asked.parts,
@@ -360,7 +363,7 @@ def keep_answer(asked: ProfileKey, store: ProfileStore, answer: Answer) -> None:
 def compiled_before(
     context: PlanContext, programs: Sequence[RaceProgram]
 ) -> dict[Any, ProfileRecord]:
-    """Returns records of programs that were compiled, by their candidates' keys."""
+    """Returns {candidate's key: record} of programs that an earlier run compiled."""
     found = context.store.get_many(one.job.key.digest for one in programs)
     return {
         one.candidate.key: record
@@ -370,23 +373,24 @@ def compiled_before(
     }
 
 
-# What was compiled whole, and what it needs on each device and, if it was timed, takes.
+# A candidate that an earlier run compiled, and its memory and perhaps times.
 Remembered = tuple[Candidate, ProfileRecord]
 
 
 def _turn_ms(record: ProfileRecord) -> float:
-    """Step time in a turn, which is longer than a look: by up to 4 %, as is counted."""
+    """Step time, ms, of a turn; times of looks, a single sample, count 4 % longer."""
     longer = STAY_AFTER_LOOK if len(record.samples_ms) < 2 else 1.0
     return longer * record.time_ms
 
 
 def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Remembered]:
-    """Returns the store's records of other choices, the fastest first.
+    """Returns candidates of this program in the store, the fastest first.
 
-    Failures are left out, except programs that were compiled and are too large.
+    Failures are left out, except compiled programs that were too large. Program, mesh
+    and environment must be equal; choices and compiler options may differ.
 
     Args:
-        job: the whole program under any choice, without compiler options.
+        job: job of the whole program under any choice, without compiler options.
     """
     like = _apart_from_choice(job.key.parts)
     program, mesh = analysis.frame.program, analysis.frame.mesh
@@ -409,28 +413,29 @@ def known_to_fit(
     candidates: Sequence[Candidate],
     answer: Answer | None,
 ) -> list[Candidate]:
-    """Finds the fastest choice that was compiled before and fits, or the leanest.
+    """Returns the fastest remembered choice that fits, or else the leanest.
 
-    It races, so that more memory gives no slower plan, and an error names a budget
-    that is enough (docs/decisions.md, "Compiled programs are remembered").
+    An earlier run compiled it. It races, so that more memory gives no slower plan, and
+    errors name a sufficient budget (docs/decisions.md, "Compiled programs are
+    remembered"). Empty if the store has no other choice than `candidates`.
 
     Args:
-        answer: the last answer of the race. Its choice races again without devices,
-            unless another has been faster since.
+        answer: last answer of the race. Unless it is old (`Answer.is_old`), its choice
+            is returned, so that the stored race is the same.
     """
-    assert context.memory is not None, "without a budget nothing remembered is raced"
+    assert context.memory is not None, "remembered choices race under a budget only"
     budget_bytes = context.memory.budget_bytes
     allowed = known_kernels(context.rules.replacing_for_memory.kernels)
     [first] = programs_of(analysis, candidates[:1], context.environment)
     known = [
         (one, record)
         for one, record in remembered(analysis, context.store, first.job)
-        # All that a choice replaces may be replaced now.
+        # Choices with kernels that are allowed now.
         if one.choice.all_kernels <= allowed
     ]
     present = {one.key for one in candidates}
     new = dict[Any, Remembered]()
-    for one, record in known:  # Of those that are the same the fastest stays.
+    for one, record in known:  # Of equal candidates the fastest stays.
         if one.key not in present:
             new.setdefault(one.key, (one, record))
     ranked = [*new.values()]
@@ -454,17 +459,17 @@ def _apart_from_choice(parts: tuple[tuple[str, str], ...]) -> dict[str, str]:
 def _read(
     analysis: Analysis, options: Sequence[Sequence[Strategy]], record: ProfileRecord
 ) -> Candidate | None:
-    """The choice as it was compiled, unless another version of cfp has made it.
+    """Reads a record's candidate; None if it does not suit this program or version.
 
     Args:
-        options: the strategies of each block.
+        options: ``[block]`` strategies.
     """
     try:
         kept = _Kept.model_validate_json(record.choice)
     except ValidationError:
         return None
     choice, segments = kept.choice, range(len(analysis.segments))
-    # Records may come from elsewhere.
+    # Records may come from other machines or versions.
     if (
         len(choice.blocks) == len(options)
         and len(choice.storage) == len(analysis.frame.groups)
@@ -480,10 +485,10 @@ def _read(
 
 @dataclass(frozen=True, slots=True)
 class EarlierRace:
-    """Records of just these programs in turn, apart from the programs' own records.
+    """Store of a race's times, apart from the programs' own records.
 
     Attributes:
-        jobs: the programs, by key.
+        jobs: ``{key: job}`` of the race's programs.
         rounds: largest number of turns.
     """
 
@@ -493,7 +498,10 @@ class EarlierRace:
     rounds: int
 
     def records(self) -> dict[str, ProfileRecord]:
-        """Records of an earlier race, by the programs' keys; parts of two are none."""
+        """Returns {program's key: record} of an earlier equal race.
+
+        Empty without one, or if the records are of different races.
+        """
         keys, jobs = self._keys, self.jobs
         found = self.store.get_many(key.digest for key in keys.values())
         if len({one.created for one in found.values()}) > 1:
@@ -510,7 +518,7 @@ class EarlierRace:
         }
 
     def keep(self, records: Mapping[str, ProfileRecord]) -> None:
-        """Stores a race; failures have records of their own."""
+        """Stores the times of a race, without failures."""
         keys = self._keys
         kept = [
             replace(one, key=keys[digest].digest, parts=keys[digest].parts, choice="")

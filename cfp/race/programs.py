@@ -1,6 +1,6 @@
-"""Whole programs that may race: candidates, what became of each, and rows for the plan.
+"""Whole programs that may race: candidates, their results, and rows of a plan's table.
 
-Candidates are the plan, its rivals, presets and variants with compiler options.
+Candidates are the best choices by prediction, presets, and variants of both.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from cfp.solution import Candidate, Solution
 
 
 def level_name(name: str, level: ConstraintLevel) -> str:
-    """Returns the name of a choice under a constraint level."""
+    """Returns a choice's name in the table; partial constraint levels add a suffix."""
     whole = level is ConstraintLevel.EVERYTHING
     return name if whole else f"{name}, {level} constrained"
 
 
-# Levels at which presets are constrained, and propagation's choices; of these the
-# compiler is asked again what it was asked before. With all values constrained these
-# are points of the search like any other.
+# Constraint levels of presets, and of choices that XLA's propagation made. The latter
+# have the constraints from which they were propagated: with all values constrained, the
+# search has them already.
 _PRESET_LEVELS = (ConstraintLevel.EVERYTHING, ConstraintLevel.ARGUMENTS)
 _PROPAGATED_LEVELS = {
     BY_HAND: ConstraintLevel.ACTIVATIONS,
@@ -56,7 +56,7 @@ def named_candidates(
     """Makes candidates of presets at their first level, and of propagated choices.
 
     Args:
-        named: choices by name; rematerialized ones have a suffix behind a comma.
+        named: ``{name: choice}``; rematerialized ones have a suffix after a comma.
     """
     usual = [level for level in levels if level in _PRESET_LEVELS][:1]
     found = []
@@ -69,7 +69,11 @@ def named_candidates(
 
 
 def variants(one: Candidate, rules: PlatformDefaults) -> list[Candidate]:
-    """Returns a leader without the first options, with others, and at other levels."""
+    """Returns variants of a race's leader.
+
+    The first has none of `rules.first_options`; others have one set of
+    `rules.compiler_options` each. Presets also have other constraint levels.
+    """
     plain = one
     for name, chosen in rules.first_options.items():
         if one.name.endswith(f", {name}"):
@@ -97,15 +101,14 @@ LESS_MEMORY = "planned, less memory"
 
 
 def less_memory(number: int) -> str:
-    """Names a choice that was searched for by what others need, as compiled."""
+    """Names the choice of a search that used memory of compiled programs."""
     return LESS_MEMORY if number == 1 else f"{LESS_MEMORY} {number}"
 
 
 def leanest_of(analysis: Analysis, problem: Problem) -> Candidate:
-    """Returns the choice of least predicted memory, the last resort.
+    """Returns the candidate of least predicted memory; of several the fastest.
 
-    Among equals it is the fastest: rematerializing a program of one segment saves
-    nothing.
+    Equal memory is common: rematerializing a program of one segment saves nothing.
     """
     least = leanest(problem)
     within = replace(problem, budget_bytes=least.memory_bytes)
@@ -116,13 +119,14 @@ def leanest_of(analysis: Analysis, problem: Problem) -> Candidate:
 def rematerialized(
     analysis: Analysis, problems: Sequence[Problem], presets: Mapping[str, Choice]
 ) -> dict[str, Choice]:
-    """Presets that fit with some of their segments rematerialized.
+    """Returns presets that fit with some segments rematerialized, by a longer name.
 
-    Presets with a part that is no option are left out. Where a preset has several
-    options for segments of one kind, its own is the one of the last of these.
+    Left out: presets with a part that is no option, and those that fit without. If
+    segments of one kind differ in a preset, all take the last one's option.
 
     Args:
-        problems: what fits; the first in which anything does decides.
+        problems: equal problems with different predictions of memory. For each preset,
+            the first in which it fits counts.
     """
     problem, found = problems[0], dict[str, Choice]()
     for name, choice in presets.items():
@@ -145,17 +149,17 @@ def rematerialized(
 def with_kernels(
     analysis: Analysis, problem: Problem, named: Mapping[str, Choice]
 ) -> dict[str, Choice]:
-    """Choices with the kernels that are best for them by what the search knows.
+    """Returns named choices with the kernels that are fastest by the problem's times.
 
-    A person who shards by hand takes them, too: as written a preset would only show
-    what its kernels are worth.
+    So presets and plans are compared with kernels on both sides. Choices that are no
+    options of the problem are unchanged.
     """
     every = (option for options in problem.options for option in options)
     if not any(option.candidate.kernels for option in every):
         return dict(named)
     free, found = replace(problem, budget_bytes=None), dict(named)
     for name, choice in named.items():
-        # Of several for segments of one kind, the last one's.
+        # If segments of one kind differ, all take the last one's.
         own = {
             segment.kind: segment_candidate(analysis, segment.index, choice)
             for segment in analysis.segments
@@ -169,15 +173,15 @@ def with_kernels(
     return found
 
 
-# Why a candidate is not compiled, or not timed.
-TOO_LATE = "not compiled, since the time was over"
-TOO_FAR = "predicted too far behind to be raced"
-UNMEASURED = "estimated too far behind to be measured"
+# Reasons why a candidate was not compiled, or not timed.
+TOO_LATE = "not compiled: the time budget was over"
+TOO_FAR = "predicted too slow to race"
+UNMEASURED = "estimated too slow to be measured"
 TOO_LARGE = "predicted not to fit in memory"
-BEHIND = "predicted behind those that raced"
-MANY_REFUSED = "not compiled, since so many others do not fit"
+BEHIND = "predicted slower than the candidates that raced"
+MANY_REFUSED = "not compiled: too many others do not fit"
 OVER_BUDGET = "over the memory budget"
-LIMITED_ONCE = "not compiled: at another constraint level it has the memory limit"
+LIMITED_ONCE = "not compiled: another constraint level has the memory limit"
 NOT_RUN = "estimated; nothing was compiled or run"
 
 
@@ -186,8 +190,8 @@ class RaceProgram:
     """A program that is compiled, and timed if it fits.
 
     Attributes:
-        job: the whole program under its choice.
-        stands_on: the program and the mesh, where they are not those of the race.
+        job: the job that measures the whole program under its choice.
+        stands_on: (program, mesh) if they are not the race's; otherwise None.
     """
 
     candidate: Candidate
@@ -201,7 +205,7 @@ class RaceProgram:
 
     @property
     def identity(self) -> str:
-        """Key of the compiled program, in whatever race it is."""
+        """Digest of the compiled program, equal in all races."""
         parts = self.job.key.parts
         return ProfileKey(tuple(p for p in parts if p[0] != "race")).digest
 
@@ -211,10 +215,10 @@ class RaceResult:
     """Result of one program in a race.
 
     Attributes:
-        record: the record of a run or a failure; None otherwise.
-        size: memory that the program needs, as compiled; nothing if it was not.
-        skipped: why it was not compiled; "" if it was.
-        fits: True if the compiled program is within the budget.
+        record: record of a run or a failure; None if compiled only, or skipped.
+        size: memory of the compiled program; zeros if not compiled.
+        skipped: reason why it was not compiled; "" if it was.
+        fits: True if `size` is within the budget; also if not compiled.
         cached: True if the result is from the store.
     """
 
@@ -234,7 +238,7 @@ class RaceResult:
         budget_bytes: int | None,
         cached: bool = False,
     ) -> RaceResult:
-        """The result of a program; one without an outcome came too late."""
+        """Makes a program's result; without an outcome, `skipped` is `TOO_LATE`."""
         made = outcome or CompiledBytes()
         return cls(
             program=program,
@@ -248,7 +252,7 @@ class RaceResult:
 
     @property
     def candidate(self) -> Candidate:
-        """The candidate that the program was made of."""
+        """The program's candidate."""
         return self.program.candidate
 
     @property
@@ -258,17 +262,17 @@ class RaceResult:
 
     @property
     def peak_bytes(self) -> int:
-        """Memory that the program needs on each device; 0 if not compiled."""
+        """Memory of the compiled program per device; 0 if not compiled."""
         return self.size.peak_bytes
 
     @property
     def reason(self) -> str:
-        """The reason why it has no time; "" if it has one, or may have."""
+        """The reason why it was not timed; "" if it was, or still may be."""
         return self.record.reason if self.record else self.skipped
 
     @property
     def note(self) -> str:
-        """The reason with the kind of a failure, as a plan's table has it."""
+        """The reason for a plan's table: a failure has its status before it."""
         record = self.record
         if record is None or record.ok:
             return self.reason
@@ -276,35 +280,35 @@ class RaceResult:
 
     @property
     def is_timed(self) -> bool:
-        """True if it ran, within the budget or not."""
+        """True if the program ran, within this budget or a larger one."""
         return self.record is not None and self.record.ok
 
     @property
     def may_race(self) -> bool:
-        """True if it fits, and nothing failed yet."""
+        """True if the program is compiled or timed, and fits."""
         is_compiled = self.record is None and not self.skipped
         return self.fits and (is_compiled or self.is_timed)
 
     @property
     def ran(self) -> bool:
-        """True if it fits and ran."""
+        """True if the program ran and fits."""
         return self.fits and self.is_timed
 
     @property
     def time_ms(self) -> float:
-        """Median step time; infinite for what failed or does not fit."""
+        """Median step time; infinity unless the program ran and fits."""
         return median(self.samples_ms) if self.ran else float("inf")
 
     @property
     def samples_ms(self) -> tuple[float, ...]:
-        """Step times of the whole program."""
+        """Step times of the whole program, ms, corrected for drift; empty without."""
         if self.record is None:
             return ()
         return tuple(self.record.drift * ms for ms in self.record.samples_ms)
 
 
 def fits(size: CompiledBytes, budget_bytes: int | None) -> bool:
-    """True if a program needs no more memory than the budget."""
+    """True if a program's memory is within the budget, or there is no budget."""
     return budget_bytes is None or size.peak_bytes <= budget_bytes
 
 
@@ -313,7 +317,7 @@ def programs_of(
     candidates: Sequence[Candidate],
     environment: Parts,
 ) -> list[RaceProgram]:
-    """Candidates as programs."""
+    """Makes the programs of candidates, in order."""
 
     def program(one: Candidate) -> RaceProgram:
         how = one.name, one.level, one.options
@@ -325,19 +329,18 @@ def programs_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceRow:
-    """One candidate of the race.
+    """One row of a plan's table of candidates.
 
     Attributes:
-        name: the plan's or the preset's.
-        predicted_ms: from the profiles.
-        samples_ms: measured step times, all of them.
-        time_ms: their median, or None without a run.
-        peak_bytes: memory of the compiled program on each device.
-        note: reason why it did not run, or "".
-        rung: source of `predicted_ms` and, without samples, of `peak_bytes`:
-            "estimated" or "measured", as of a plan.
-        flag_ms: step times of the winner by the value of an argument that selects a
-            branch.
+        predicted_ms: step time by the profiles; None if unknown.
+        samples_ms: measured step times.
+        time_ms: median of the samples; None without a run.
+        peak_bytes: memory of the compiled program per device. If not compiled: 0, or
+            predicted if `rung` is "estimated".
+        note: reason why the candidate was not timed; "" if it was.
+        rung: source of `predicted_ms`: "estimated" or "measured".
+        flag_ms: of the winner, (``"argument=value"``, step time) for each value of
+            arguments that select a branch.
     """
 
     name: Words
@@ -357,10 +360,10 @@ class RaceOutcome:
     Attributes:
         solution: the solution with the candidates.
         winner: the winning candidate; None if no program fits, or none runs.
-        time_ms: its step time, if timed.
-        peak_bytes: its memory on each device, if compiled.
-        built: its whole program, if just compiled.
-        rows: candidates with their results, as plans keep them.
+        time_ms: step time of the winner; None if not timed.
+        peak_bytes: memory of the winner per device; None if not compiled.
+        built: compiled program of the winner; None if not compiled in this run.
+        rows: rows of a plan's table, one per candidate.
         results: results of the compiled programs, whether they fit or not.
         counts: counts and seconds of all passes.
     """
@@ -376,25 +379,25 @@ class RaceOutcome:
 
     @property
     def raced(self) -> tuple[tuple[Candidate, float], ...]:
-        """Candidates that ran, with their step times; none if nothing was to run."""
+        """(candidate, step time) of candidates that ran; empty without a race."""
         if self.time_ms is None:
             return ()
         return tuple((one.candidate, one.time_ms) for one in self.results if one.ran)
 
     def after(self, before: RaceOutcome) -> RaceOutcome:
-        """Adds what an earlier race has compiled, if that has no winner."""
+        """Adds the rows and results of an earlier race, if that has no winner."""
         if before.winner is not None:
             return self
         names = {row.name for row in self.rows}
         earlier = (row for row in before.rows if row.name not in names)
-        # Rows of what was not compiled come last.
+        # Rows of candidates that were not compiled come last.
         rows = sorted((*self.rows, *earlier), key=lambda row: not row.peak_bytes)
         results = (*self.results, *before.results)
         return replace(self, rows=tuple(rows), results=results)
 
 
 def is_compiled_too_large(record: ProfileRecord) -> bool:
-    """True if a program was compiled, and not run since it needs too much memory."""
+    """True if a program was compiled, but never ran: it was over a memory budget."""
     compiled = record.peak_bytes > 0 and not record.run_seconds
     return record.status == "out_of_memory" and compiled
 
@@ -403,7 +406,7 @@ def race_row(result: RaceResult) -> RaceRow:
     """Returns a result as a plan's table row."""
     record, note = result.record, result.note
     if record and (record.ok or is_compiled_too_large(record)) and not result.fits:
-        # What a record says of a budget may be of an earlier one.
+        # The record's own reason may name an earlier budget.
         note = OVER_BUDGET
     return RaceRow(
         name=result.name,
@@ -416,7 +419,7 @@ def race_row(result: RaceResult) -> RaceRow:
 
 
 def compiled_row(result: RaceResult) -> RaceRow:
-    """The row of a program that was compiled for devices that are not there."""
+    """Returns the row of a program that was compiled only, with its collectives."""
     row, every = replace(race_row(result), rung="estimated"), result.collectives
     texts = [row.note or "compiled, not run"]
     for kind in dict.fromkeys(one.kind for one in every):
@@ -427,15 +430,15 @@ def compiled_row(result: RaceResult) -> RaceRow:
 
 
 def left_out(candidate: Candidate, why: str) -> RaceRow:
-    """A candidate that was not raced, as a plan keeps it."""
+    """Returns the row of a candidate that did not race; `why` is its note."""
     return RaceRow(name=candidate.name, predicted_ms=candidate.predicted_ms, note=why)
 
 
 def kernels_not_timed(outcome: RaceOutcome) -> dict[SegmentKernels, str]:
-    """Finds kernels without a timed candidate within the budget.
+    """Finds kernels that no timed candidate within the budget has.
 
     Returns:
-        The first reason for each, as a predicate: ``failed: ...``.
+        ``{kernels: "failed: ..." or "was not timed: ..."}``, with the first reason.
     """
     choices = {one.name: one.choice for one in outcome.solution.candidates}
     choices |= {one.name: one.candidate.choice for one in outcome.results}

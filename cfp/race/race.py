@@ -1,8 +1,7 @@
-"""The race: compiles and times the plan and its rivals; the fastest is the plan.
+"""The race: compiles and times candidates, whole programs; the fastest is the plan.
 
-Candidates come from the passes before: presets from the profile pass
-(:mod:`cfp.passes.profile`), the best choices by each prediction from the search
-(:mod:`cfp.passes.search`). The order of the race:
+Candidates are presets (from :mod:`cfp.passes.profile`) and the best choices by each
+prediction (from :mod:`cfp.passes.search`). The order of the race:
 
 candidates  named, at constraint levels             :mod:`cfp.race.programs`
 remembered  compiled before and known to fit        :mod:`cfp.race.compile`
@@ -72,19 +71,23 @@ SECOND: Parts = (("race", "with other compiler options"),)
 
 @dataclass(frozen=True)
 class Race:
-    """A race, and what it has compiled."""
+    """A race of a solution's candidates, and the programs compiled for it.
+
+    Attributes:
+        built: ``{identity of a program: compiled program}``.
+        sizes: ``{key: memory}`` of candidates that earlier runs compiled.
+    """
 
     context: PlanContext
     analysis: Analysis
     solution: Solution
     started: float = field(default_factory=time.perf_counter)
     built: dict[str, Built] = field(default_factory=dict)
-    # Of candidates that were compiled before, by key.
     sizes: dict[object, CompiledBytes] = field(default_factory=dict)
 
     @property
     def builder(self) -> Builder:
-        """Builder that compiles and times candidates."""
+        """Makes the builder that compiles and times candidates."""
         context = self.context
         return Builder(
             program=self.analysis.frame.program,
@@ -98,12 +101,12 @@ class Race:
 
     @property
     def seconds(self) -> float:
-        """Time that the race took until now, with races before it."""
+        """Seconds of this race until now, and of races before it."""
         before_seconds = self.solution.counts.get(RACE_SECONDS, 0.0)
         return before_seconds + time.perf_counter() - self.started
 
     def compile_all(self, candidates: Sequence[Candidate]) -> list[RaceResult]:
-        """Compiles candidates; results say what they need and which cannot race."""
+        """Compiles candidates; returns their memory or failures, in order."""
         environment = self.context.environment
         programs = programs_of(self.analysis, candidates, environment)
         return compile_programs(self.builder, programs)
@@ -121,7 +124,7 @@ class Race:
         return race_programs(self.builder, programs, rounds, looks)
 
     def rank(self, candidates: Sequence[Candidate]) -> Ranking:
-        """Times candidates, and the leaders again with other compiler options."""
+        """Times candidates, and the leaders again with variants of the fastest."""
         rules = self.context.rules
         # One turn is enough if leaders run again.
         raced = self.time(candidates, 1 if rules.compiler_options else rules.rounds)
@@ -138,7 +141,7 @@ class Race:
             looks = {one.program.identity: one.record for one in mine if one.record}
         again = [*first, *new]
         ran = self.time(again, rules.rounds, SECOND, looks)
-        # What was not among the leaders has lost already, at another time.
+        # Times of the first race do not compare with the second's.
         others = [one for one in raced if one.name not in names]
         return Ranking(ran, others)
 
@@ -148,14 +151,15 @@ class Race:
         known: Sequence[Candidate],
         one_is_enough: bool = False,
     ) -> Iterator[Admitted]:
-        """Compiles candidates in batches: near ones first, slower ones if asked for.
+        """Yields compiled candidates in batches, until the caller stops.
 
-        The smallest are compiled one by one; once time is over, only the first is.
+        The first batch is within reach, the second has the others, without a budget. In
+        the stage `SMALLEST`, each candidate is a batch, one only after the deadline.
 
         Args:
             candidates: the best by prediction first.
-            known: earlier candidates that fit; they are compiled in any case.
-            one_is_enough: whether one that fits is, without a race.
+            known: remembered candidates that fit, compiled in any case.
+            one_is_enough: True to end a batch with the first that fits, without a race.
         """
         if self.solution.stage is Stage.SMALLEST:
             for number, one in enumerate(candidates):
@@ -198,9 +202,9 @@ class Race:
     def remember(
         self, candidates: Sequence[Candidate]
     ) -> tuple[list[Candidate], ProfileKey | None]:
-        """Finds earlier choices known to fit, and the key of the race's answer.
+        """Returns the remembered choice that races, and the key of the race's answer.
 
-        Notes the memory of candidates that were compiled before.
+        Empty and None without a budget. Also notes `sizes`.
         """
         context, problem = self.context, self.solution.problem
         is_last = self.solution.stage is Stage.SMALLEST
@@ -218,10 +222,13 @@ class Race:
         return known, asked
 
     def outcome(self) -> RaceOutcome:
-        """Compiles candidates until enough fit and times them, or until one fits."""
+        """Compiles candidates until enough fit, and times them.
+
+        Without a race, compiles until one fits.
+        """
         context, solution = self.context, self.solution
         candidates, races = solution.candidates, context.races
-        if races and context.memory is None:  # These options may take memory.
+        if races and context.memory is None:  # First options may need more memory.
             first = context.rules.first_options
             candidates = [(with_options(one, first) or [one])[0] for one in candidates]
         known, asked = self.remember(candidates)
@@ -276,7 +283,7 @@ class Race:
         known: Sequence[Candidate],
         asked: ProfileKey | None,
     ) -> None:
-        """Stores the answer of a race that earlier candidates took part in."""
+        """Stores the answer of a race under a budget."""
         if asked is None:
             return
         jobs = [one.job for one in programs_of(self.analysis, known, ())]
@@ -290,9 +297,9 @@ class Race:
         keep_answer(asked, self.context.store, answer)
 
     def estimated_rows(self, results: Sequence[RaceResult] = ()) -> dict[str, RaceRow]:
-        """Rows of candidates, by name, where estimates decide; none elsewhere.
+        """Returns {name: row} of candidates if estimates decide; otherwise empty.
 
-        For described devices a few are compiled for them.
+        For described devices, up to `MOST_RACED` candidates are compiled.
         """
         if not self.context.rules.estimates:
             return {}
@@ -314,18 +321,17 @@ class Race:
 
 
 def _ties(ranking: Ranking) -> dict[str, float]:
-    """Counts programs that tie with the winner, and how far apart they are."""
+    """Returns counts: programs that tie with the winner, relative spread of times."""
     times = {one.samples_ms: one.time_ms for one in ranking.ties}.values()
     spread = max(times) / min(times) - 1.0
     return {"ties": len(times) - 1, "tie_spread": spread} if len(times) > 1 else {}
 
 
 def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOutcome:
-    """The fastest of the best by prediction, its rivals and the presets.
+    """Races a solution's candidates; the winner is the plan.
 
-    Without a race that is the best by prediction; or, where a memory budget was asked
-    for, the best by prediction that fits when compiled. If nothing fits or runs, the
-    outcome has no winner.
+    Without a race, the best by prediction wins; with a memory budget, the best by
+    prediction that fits when compiled. If none fits or runs, `winner` is None.
     """
     run = Race(context, analysis, solution)
     if context.compiles:

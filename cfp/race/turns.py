@@ -1,6 +1,6 @@
-"""Times programs in turn, A B C A B C: the fastest wins, the simplest of ties.
+"""Times programs in turn, A B C A B C: the fastest wins, of ties the simplest.
 
-Of the winner, branches are timed: each flag of the arguments set to all its values.
+The winner's branches are timed separately, with each value of the arguments' flags.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from cfp.solution import Candidate
 def flag_values(
     program: Program, carried: Collection[int]
 ) -> Iterator[tuple[str, Program]]:
-    """Yields a text such as ``refresh=False``, and the program with that value.
+    """Yields a text such as ``refresh=False``, and the program with that value given.
 
-    A flag is a scalar argument that is a long branch's predicate, or index (up to 7).
+    A flag is a scalar argument that is a long branch's predicate, or index (0 to 7).
 
     Args:
-        carried: arguments that a result takes the place of: no value of theirs stays.
+        carried: ids of donated arguments, excluded: each step would change their value.
     """
     given = [*program.given, *[b""] * (len(program.args) - len(program.given))]
     ways: dict[int, int] = {}
@@ -70,7 +70,8 @@ def time_flags(builder: Builder, best: RaceResult) -> tuple[tuple[str, float], .
     """Times a compiled program with each value of its flags.
 
     Returns:
-        Step times by flag and value, from the store or measured while time lasts.
+        (``"flag=value"``, step time in ms) pairs, from the store or measured before the
+        deadline; values that could not be timed are absent.
     """
     one, found = best.program, list[tuple[str, float]]()
     built = builder.built.get(one.identity)
@@ -89,15 +90,15 @@ def time_flags(builder: Builder, best: RaceResult) -> tuple[tuple[str, float], .
     return tuple(found)
 
 
-# What one program gets in a turn. Turns are short, so that a drift of the clocks meets
-# all alike. Devices give each program a look before, which tells what is far behind.
+# Timing of one program in a turn. Turns are short, so that clock drift affects all
+# programs alike. On devices, a short look before the turns finds slow programs.
 _ON_CPUS = replace(
     ON_CPUS, warmup_seconds=0.15, min_samples=2, max_samples=4, budget_seconds=0.6
 )
-# Devices at their power limit slow down as they work: on 2 H200 the same step took
-# 141 ms after 0.4 s, 151 ms after 0.9 s and 146 ms in the long run. Only samples that
-# are taken as long after the start can be compared: in a turn each program gives one
-# sample, of the same number of executions, so long for the fastest.
+# Devices at their power limit slow down during work: on 2 H200 the same step took
+# 141 ms after 0.4 s, 151 ms after 0.9 s and 146 ms in the long run. Only samples taken
+# equally long after the start compare. So in a turn each program has one sample, of
+# the same number of steps: as many as the fastest runs in `_TURN_MS_ELSEWHERE`.
 _LOOK_ELSEWHERE = TimingOptions(
     warmup_seconds=0.0,
     min_samples=1,
@@ -107,9 +108,9 @@ _LOOK_ELSEWHERE = TimingOptions(
     min_repeat=3,
 )
 _TURN_MS_ELSEWHERE = 500.0
-# Devices that rested while programs were compiled run by other clocks for seconds: two
-# first turns of five programs had those without latency hiding first, and none of six
-# turns after 3 s of work. decisions.md, "A race begins when clocks are steady".
+# Idle devices need seconds of work until their clocks are steady. Without a warm-up,
+# programs without latency hiding won two first turns of five; after 3 s of work, none
+# of six. decisions.md, "A race begins when clocks are steady".
 _WARM_UP_ELSEWHERE = TimingOptions(
     warmup_seconds=3.0,
     warmup_window=1,
@@ -127,29 +128,26 @@ def race_programs(
     rounds: int = 3,
     looks: Mapping[str, ProfileRecord] = MappingProxyType({}),
 ) -> list[RaceResult]:
-    """Compiles programs whole and times them in turn, A B C A B C.
+    """Compiles whole programs and times them in turn, A B C A B C.
 
-    A program far behind after a turn is left out of the next. Devices whose times
-    decide are warm before the first turn. If they become slower or faster meanwhile,
-    times of programs that were left out change as much, so that none wins by its
-    absence.
+    A program far behind after a turn is left out of the next. Real devices are warmed
+    up before the first turn. If their speed drifts, times of programs that were left
+    out are scaled alike (`ProfileRecord.drift`), so that none wins by its absence.
 
-    Programs with one key run once. The same race, of as many turns in the same budget,
-    is not run again, even if its programs ran in others since, as only times of one
-    race compare; programs that failed since are left out. Earlier failures are not
-    tried again unless asked.
+    A race with the same programs, budget and turns comes from the store, since times
+    compare only within one race. Failed programs are left out, and tried again only if
+    the builder's options retry failures. Programs with one key run once.
 
     Args:
-        builder: compiles the programs, for the devices of the race.
         rounds: largest number of turns (`_is_told` ends them earlier).
-        looks: recent looks at some programs, by identity.
+        looks: ``{identity: recent record}`` of programs that need no look.
 
     Returns:
         One result for each program, in order.
     """
     jobs = {one.job.key.digest: one.job for one in programs}
     budget_bytes, known = builder.budget_bytes, known_records(builder, jobs)
-    # What is known to be too large need not be compiled to find that out again.
+    # Failures and programs over the budget.
     out = {d: r for d, r in known.items() if not (r.ok and fits(r, budget_bytes))}
     mine = EarlierRace(builder.store, jobs, budget_bytes, rounds)
     records = {**mine.records(), **out}
@@ -187,7 +185,7 @@ def _run_in_turn(
     )
     has_look = builder.is_measured and rounds > 1
     with CompilePool(default_threads(race.platform)) as pool:
-        # While devices warm up; between looks they would cool down meanwhile.
+        # Compiled while devices warm up; later they would cool down meanwhile.
         made = [
             pool.start(race.programs[d].job.label, partial(race.compile_generators, d))
             for d in ready
@@ -204,7 +202,7 @@ def _run_in_turn(
             race.leave_out(STAY_AFTER_LOOK)
         race.turn(number, is_first=number == 0 and not has_look)
         if number + 1 == rounds or race.is_over() or race.is_told():
-            break  # What is alike is a tie, and the simplest of it wins.
+            break
         race.leave_out(STAY_AFTER_TURN if number or has_look else STAY_AFTER_LOOK)
     race.note_drift()
     ended = utc_now()
@@ -219,12 +217,11 @@ class _Turns:
     """Programs of a race, with the progress of their turns.
 
     Attributes:
-        builder: compiles the programs, for the devices of the race.
-        records: by key a failure, a look, or the turns so far.
+        programs, ready: ``{key: program}`` of all, and compiled ones that fit.
+        records: ``{key: record}`` of a failure, a look, or the turns so far.
         order: keys of the programs in the next turn.
-        rounds: largest number of turns.
-        in_turns: records of turns alone, by key.
-        fastest_ms: for a program left out, the time of the fastest then, by key.
+        in_turns: ``{key: record}`` of turns, without looks.
+        fastest_ms: ``{key of a program left out: time of the fastest then}``.
     """
 
     builder: Builder
@@ -239,31 +236,31 @@ class _Turns:
 
     @property
     def platform(self) -> str:
-        """The platform of the devices, by JAX's name."""
+        """JAX's name of the devices' platform."""
         return self.builder.platform
 
     def is_late(self) -> bool:
-        """True if the time for planning is over."""
+        """True after the deadline."""
         return time.monotonic() > self.builder.end
 
     def is_over(self) -> bool:
-        """True if nothing is left to be timed, or no time."""
+        """True if no program is left to time, or after the deadline."""
         return not self.order or self.is_late()
 
     def is_told(self) -> bool:
-        """True if the turns so far tell the fastest."""
+        """True if the turns so far suffice to find the fastest program."""
         if self.builder.is_measured:
             return _is_told([self.records[d].samples_ms for d in self.order])
         return len(self.order) == 1
 
     def compile_generators(self, digest: str) -> None:
-        """Compiles what makes a program's inputs."""
+        """Compiles the generators of a program's inputs."""
         one = self.programs[digest]
         where = one.stands_on or (self.builder.program, self.builder.devices)
         compile_generators(*where, one.job)
 
     def warm_up(self) -> None:
-        """Has devices whose times decide work until their clocks are steady."""
+        """Runs the first program until real devices' clocks are steady."""
         if not self.builder.is_measured or self.is_over():
             return
         self.builder.options.tell("warming up the devices")
@@ -274,7 +271,7 @@ class _Turns:
             del self.order[0]
 
     def take_looks(self, looks: Mapping[str, ProfileRecord]) -> None:
-        """Takes looks over from another race, by identity."""
+        """Takes over looks of another race, ``{identity: record}``."""
         for digest in self.order:
             one = self.programs[digest]
             if (found := looks.get(one.identity)) is not None:
@@ -282,10 +279,7 @@ class _Turns:
                 self.records[digest] = replace(found, key=digest, parts=parts)
 
     def look(self) -> None:
-        """Gives a look to each program without one; looks do not count in turns.
-
-        A look is shorter than a turn, and comes sooner after another program.
-        """
+        """Times each program without a look shortly; looks do not count as turns."""
         timing = _timing(self.platform, None)
         for place in range(len(self.order)):
             digest = self.order[place - 1]
@@ -296,10 +290,10 @@ class _Turns:
         self._drop_failures()
 
     def turn(self, number: int, *, is_first: bool) -> None:
-        """Gives each program a turn, of as many steps as last long enough.
+        """Times each program once, all with the same number of steps.
 
         Args:
-            is_first: whether no program ran before.
+            is_first: True if no program has a time yet.
         """
         known = [self.records[d].time_ms for d in self.order if not is_first]
         timing = _timing(self.platform, min(known, default=None))
@@ -314,20 +308,16 @@ class _Turns:
         self._drop_failures()
 
     def leave_out(self, stay: float) -> None:
-        """Leaves programs that are too far behind out of the next turn.
-
-        Args:
-            stay: limit of time, as a multiple of the fastest.
-        """
+        """Drops programs slower than `stay` times the fastest from further turns."""
         best_ms = min(map(self._time_ms, self.order))
         far = [d for d in self.order if self._time_ms(d) > stay * best_ms]
         self.fastest_ms |= dict.fromkeys(far, best_ms)
         self.order = [d for d in self.order if d not in self.fastest_ms]
 
     def note_drift(self) -> None:
-        """Notes how much slower devices became since something was left out.
+        """Sets `drift` of programs left out: the fastest time now, over that of then.
 
-        A look is shorter than a turn, too: nothing wins by having been left out.
+        So no program wins since it was timed earlier, or only by a short look.
         """
         for digest, before_ms in self.fastest_ms.items() if self.order else ():
             drift = min(map(self._time_ms, self.order)) / before_ms
@@ -340,7 +330,7 @@ class _Turns:
         return self.records[digest].time_ms
 
     def _time(self, digest: str, timing: TimingOptions, doing: str) -> ProfileRecord:
-        """Times a program, and says so; `doing` names a look or a turn."""
+        """Times a program and reports it; `doing` names the look or turn."""
         self.builder.options.tell(f"timing {self.programs[digest].job.label}, {doing}")
         return self._run(digest, timing)
 
@@ -357,10 +347,10 @@ class _Turns:
 
 
 def _timing(platform: str, fastest_ms: float | None) -> TimingOptions:
-    """Returns how to time a turn, or a first look without a known time.
+    """Returns the timing of a look (`fastest_ms` is None) or a turn.
 
     Args:
-        fastest_ms: the fastest step of the turn, or None for a look.
+        fastest_ms: time of the fastest program's step.
     """
     if platform == "cpu":
         return _ON_CPUS
@@ -384,19 +374,16 @@ def _join(before: ProfileRecord | None, found: ProfileRecord) -> ProfileRecord:
 def second_race(
     raced: Sequence[RaceResult], rules: PlatformDefaults
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Selects programs to race again: the leader, near ties, the best preset.
-
-    Args:
-        raced: the first race.
-        rules: the variants of the leader.
+    """Selects candidates of a second race from results of the first.
 
     Returns:
-        These programs with variants of the leader; empty without variants.
+        The leader, near ties and the best preset; and new variants of the leader. Both
+        are empty without new variants.
     """
     ran = sorted((one for one in raced if one.ran), key=lambda one: one.time_ms)
     if not ran:
         return [], []
-    # What is remembered may be a variant of something.
+    # A remembered candidate may be one of the variants.
     keys = {one.candidate.key for one in raced}
     names = {one.name for one in raced}
     new = [
@@ -415,14 +402,12 @@ def second_race(
 
 
 def _is_told(samples: Sequence[Sequence[float]]) -> bool:
-    """True if turns of several programs suffice to tell the fastest.
+    """True if, after two turns or more, the fastest program is clear.
 
-    After at least two turns, each other program ties within 1 %, or was slower in each
-    turn.
+    Each other program ties within 1 %, or was slower in each turn.
 
     Args:
-        samples: one of each turn, by program. A program left out has fewer, and does
-            not count.
+        samples: ``[program][turn]`` step times; False if numbers of turns differ.
     """
     turns = {len(one) for one in samples}
     if len(turns) != 1 or min(turns) < 2:
@@ -439,12 +424,12 @@ def _is_told(samples: Sequence[Sequence[float]]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Ranking of programs timed in turn, the leader and near ties a second time.
+    """Results of one or two races; times of different races do not compare.
 
     Attributes:
-        leaders: programs timed again, with variants; empty without a second race. The
-            winner is one of them, if any ran.
-        others: programs that lost before, at another time.
+        leaders: results of the second race; empty without one. The winner is one of
+            these, if any ran.
+        others: results of the first race, without programs that raced again.
     """
 
     leaders: Sequence[RaceResult]
@@ -452,7 +437,7 @@ class Ranking:
 
     @property
     def results(self) -> list[RaceResult]:
-        """All, the leaders first."""
+        """All results, the leaders first."""
         others = (
             sorted(self.others, key=lambda one: one.time_ms)
             if self.leaders
@@ -462,10 +447,9 @@ class Ranking:
 
     @property
     def ties(self) -> list[RaceResult]:
-        """Returns the fastest result, and those within 1 % of it.
+        """The fastest result, and those within 1 % of it if both have two samples.
 
-        Each needs two samples or more. A program timed for a larger budget that is too
-        large for this one ties with none.
+        Programs over the budget, timed in an earlier run, are excluded.
         """
         ran = [one for one in self.leaders if one.ran] or [
             one for one in self.others if one.ran
@@ -483,10 +467,9 @@ class Ranking:
 
     @property
     def best(self) -> RaceResult | None:
-        """Returns the simplest of the ties, or None without a run.
+        """The simplest of the ties; None if no program ran.
 
-        Presets come before plans, then fewer constraints, fewer compiler options, less
-        time.
+        Presets come first, then fewer constraints, fewer compiler options, less time.
         """
 
         def complexity(one: RaceResult) -> tuple[bool, int, int, float]:

@@ -1,31 +1,30 @@
 """Roles of a mesh axis: its strategy in every block of a program.
 
-None of the roles knows a model. An axis walks through the ops in program order, and
-takes down which dims it has sharded so far:
+No role knows a model. A walk visits the ops in program order, and marks the dims that
+the axis has sharded so far:
 
 ``data``
-    Shards what came from the batch (:func:`data_arguments`), followed through the
-    program by the ops' own factors, and what ops combine with rows of the batch. Rows
-    that the step draws and multiplies with weights are a batch, too. A contraction that
-    sums over the batch is split along it. If the sharded dim ends, the rows of a part
-    of the batch follow, and the next dim of arguments that a loop slices, if more of
-    the contractions are split then.
+    Shards the batch (:func:`data_arguments`), values that ops make of it, and values
+    that they combine with its rows. Rows that the step draws at random and multiplies
+    with weights are a batch, too. A contraction that sums over the batch is split along
+    it. A batch cut into parts is split by parts, or else by rows of a part. If a loop
+    slices the batch's first dim, the walk is repeated with the next dim. The walk that
+    splits most FLOPs counts.
 ``tensor``
-    Shards weights: a contraction with a weight is split along the weight's own factor
-    (by columns) unless its input arrives sharded along the contracted factor, which is
-    then split (by rows, with a reduction at the exit); other contractions go along with
-    their inputs. Megatron-LM, arXiv 1909.08053. If inputs are sharded in different
-    ways, a batch factor wins, as of keys and values with fewer heads than devices.
+    Shards weights (Megatron-LM, arXiv 1909.08053). A contraction with a weight is split
+    along the weight's columns. If its input arrives sharded along the contracted
+    factor, it is split by rows instead, with a reduction. Other contractions follow
+    their inputs. If these are sharded differently, a batch factor wins, as for keys and
+    values with fewer heads than devices.
 ``sequence``
-    The same, but reductions scatter to the second dim of the activations instead of
-    replicating them. Megatron's sequence parallelism, arXiv 2205.05198.
+    ``tensor`` with reductions that scatter to the second dim of activations. Megatron's
+    sequence parallelism, arXiv 2205.05198.
 ``expert``
-    ``data``, except where weights have a batch factor of their own (one matrix per
-    expert), which is then sharded. GShard, arXiv 2006.16668.
+    ``data``, but weights with a batch factor (one matrix per expert) are sharded along
+    it. GShard, arXiv 2006.16668.
 
-At each block a walk has a list of choices, its wish, of which the axis takes the first
-that its size allows. A walk starts at what the step's arguments are for: a batch, or
-parameters, state and random keys.
+At each block the role has a list of choices. The axis takes the first that its size
+allows.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ from cfp.program.rules import Rule
 
 ROLES = ("data", "tensor", "sequence", "expert")
 
-# Dims that an axis shards, or factors, by rank: of those that an op can split, the
-# axis takes one of the lowest rank. Only what came from the batch has ranks over 0.
+# {dim or factor that an axis may shard: rank}. Of those that an op can split, the axis
+# takes one of the lowest rank. Only dims from the batch have ranks over 0.
 Ranks = Mapping[int, int]
 _NOTHING: Ranks = {}
 
@@ -53,11 +52,14 @@ _NOTHING: Ranks = {}
 def axis_walk(
     frame: Frame, role: str, axis_size: int, dim: int = 0
 ) -> Sequence[AxisChoice]:
-    """Finds the strategy of an axis of that size in each block under a role.
+    """Returns the choice of an axis of this size in each block, under a role.
 
     Args:
-        dim: of the batch's arguments, the one that ``data`` and ``expert`` shard
-            first: 1 spreads the tokens of sequences.
+        dim: dim of the batch's arguments that ``data`` and ``expert`` shard first: 1
+            spreads the tokens of sequences.
+
+    Raises:
+        ValueError: the role is unknown.
     """
     if role not in ROLES:
         raise ValueError(f"unknown role {role!r}; the roles are {', '.join(ROLES)}")
@@ -79,7 +81,7 @@ def axis_walk(
     while True:
         batch = {program.args[p]: {first[p]: rank} for p, rank in ranks.items()}
         walk = _settled(frame, role, axis_size, _together(batch, drawn))
-        # A loop that takes rows of the batch may be all of the step, or little of it.
+        # The loop that slices the batch may be all of the step, or little of it.
         if (flops := walk.shared_flops()) > most_flops:
             best, most_flops = walk.choices, flops
         taken = {
@@ -94,10 +96,11 @@ def axis_walk(
 
 @searched_once
 def _drawn_rows(frame: Frame, dim: int) -> dict[int, int]:
-    """Finds dims of values that the step draws to multiply with weights, or as rows.
+    """Returns {value: dim of its rows} for values that the step draws at random.
 
-    Examples are a generator's noise, and places of a replay buffer: made of random
-    keys, with or without numbers and weights, and without data.
+    Examples are a generator's noise and indices into a replay buffer. They come from
+    random keys, scalars and weights, without data; weights are multiplied with them, or
+    a lookup uses them.
     """
     program, weight = frame.program, made_of_parameters(frame)
     anchors = {block.anchor for block in frame.blocks}
@@ -127,19 +130,19 @@ def _drawn_rows(frame: Frame, dim: int) -> dict[int, int]:
 
 
 def _settled(frame: Frame, role: str, size: int, marks: Mapping[int, Ranks]) -> _Walk:
-    """The walk that knows what an iteration hands to the next, and what joins later."""
+    """Repeats the walk with its carried and joining marks until they are stable."""
     known: Mapping[int, Ranks] = {}
     while True:
         walk = _Walk(frame, role, size, _together(marks, known))
         found = _together(known, walk.carried(), walk.joining())
-        # Marks are only added, and ranks only fall: there is an end.
+        # Marks are only added, and ranks only fall, so that the loop ends.
         if found == known:
             return walk
         known = found
 
 
 def _has_experts(frame: Frame) -> bool:
-    """Returns True if any block multiplies by a weight with a slice for each index."""
+    """True if a block multiplies by a weight with a matrix for each expert."""
     weight, ops = made_of_parameters(frame), frame.program.ops
     anchors = [ops[block.anchor] for block in frame.blocks]
     rules = [op.rule for op in anchors if any(weight[v] for v in op.operands)]
@@ -147,7 +150,7 @@ def _has_experts(frame: Frame) -> bool:
 
 
 def _together(*many: Mapping[int, Ranks]) -> dict[int, Ranks]:
-    """All marks, each dim with its lowest rank."""
+    """Merges marks; each dim has its lowest rank."""
     found: dict[int, dict[int, int]] = {}
     for marks in many:
         for value, ranks in marks.items():
@@ -159,7 +162,7 @@ def _together(*many: Mapping[int, Ranks]) -> dict[int, Ranks]:
 
 @searched_once
 def _computed(frame: Frame) -> set[int]:
-    """Values that blocks' anchors make, and what follows from them."""
+    """Returns values that blocks' anchors make, and all values computed from them."""
     anchors = {block.anchor for block in frame.blocks}
     program = frame.program
     found: set[int] = set()
@@ -172,17 +175,16 @@ def _computed(frame: Frame) -> set[int]:
 
 
 class _Walk:
-    """One axis's way through a program, with the dims that it has sharded so far.
+    """One axis's walk through a program, with the dims that it has sharded so far.
 
     Attributes:
-        weight: for each value whether it is made of parameters alone.
-        computed: values that blocks' anchors make, and what follows from them.
-        choices: the axis's role in each block.
-        marked: for each value its dims that carry the axis.
-        taken: sizes of marked dims that loops slice without a further marked dim.
-        by_minor: anchors with weights sharded by columns whose more major columns could
-            not be, or were not there.
-        unfit: those anchors whose results a later contraction needs in another
+        weight: by value id, True if made of parameters alone.
+        computed: values that blocks' anchors make, and all values computed from them.
+        choices: the axis's choice in each block.
+        marked: {value: its dims that the axis shards}.
+        taken: sizes of marked dims that loops slice, with no marked dim left.
+        by_minor: anchors with weights sharded along other than their major columns.
+        unfit: anchors in `by_minor` whose results a later contraction needs in another
             sharding.
     """
 
@@ -194,11 +196,7 @@ class _Walk:
         marks: Mapping[int, Ranks],
         whole: frozenset[int] = frozenset(),
     ) -> None:
-        """Walks through a program.
-
-        Args:
-            whole: anchors with weights whose columns stay whole.
-        """
+        """Walks from marked values; weights of anchors in `whole` are not sharded."""
         self.frame, self.program, self.role = frame, frame.program, role
         self.weight, self.computed = made_of_parameters(frame), _computed(frame)
         self.size, self.follows_batch = size, role in ("data", "expert")
@@ -237,12 +235,12 @@ class _Walk:
         return choices
 
     def carried(self) -> dict[int, Ranks]:
-        """Lists the marks of values that loops carry, of this iteration or the last."""
+        """Returns the marks of values that loops carry."""
         carried = {*self.same.values()}
         return {v: ranks for v, ranks in self.marked.items() if v in carried}
 
     def joining(self) -> dict[int, Ranks]:
-        """Lists values computed without the batch that ops combine with its rows."""
+        """Returns marks for unmarked computed values that ops combine with rows."""
         program = self.program
         computed = self.computed
         found: dict[int, Ranks] = {}
@@ -269,14 +267,14 @@ class _Walk:
         return self.marked.get(self.same.get(value, value), _NOTHING)
 
     def _note(self, value: int, ranks: Ranks) -> None:
-        """Marks dims of a value; what a loop carries keeps marks of its iterations."""
+        """Marks dims of a value; marks of loop-carried values accumulate."""
         one = self.same.get(value, value)
         if self.follows_batch and value in self.same:
             ranks = _together({one: self._marks(one)}, {one: ranks})[one]
         self.marked[one] = ranks
 
     def _carried(self, op: Op, rule: Rule) -> Ranks:
-        """The factors that an op's results can have of its marked operands."""
+        """Returns the marked factors of an op's operands that its results can have."""
         found: dict[int, int] = {}
         for i in range(len(rule.operands)):
             for f, rank in self._arriving(op, rule, i).items():
@@ -287,7 +285,7 @@ class _Walk:
         return {f: rank for f, rank in found.items() if f not in rule.closed}
 
     def _summed(self, op: Op, rule: Rule) -> Ranks:
-        """The factors of the batch that a contraction sums over in all operands."""
+        """Returns summed factors of a contraction that are marked in all operands."""
         if not is_contraction(op):
             return _NOTHING
         arriving = [self._arriving(op, rule, i) for i in range(len(rule.operands))]
@@ -303,7 +301,7 @@ class _Walk:
         return found
 
     def _arriving(self, op: Op, rule: Rule, index: int) -> dict[int, int]:
-        """Factors of an operand's dims that carry the axis, with their ranks."""
+        """Returns the factors of an operand's marked dims, with ranks."""
         dims = rule.operands[index]
         found: dict[int, int] = {}
         for d, rank in self._marks(op.operands[index]).items():
@@ -330,7 +328,7 @@ class _Walk:
                 self.taken |= {shape[d] for d in marks}
 
     def _mark_by_place(self, op: Op) -> None:
-        """Maps a result's dims of an op without a rule to those at the same place."""
+        """Marks results of an op without a rule: equal dims at equal places."""
         values = self.program.values
         for v in op.operands:
             for result in op.results:
@@ -344,7 +342,7 @@ class _Walk:
         rule = op.known_rule
         outer = choice.inner if choice.exit == NONE else choice.exit
         if choice.inner == NONE and not self.follows_batch:
-            # Such as heads in groups, fewer than devices: their merged dim is split.
+            # With fewer groups of heads than devices, for example, a merged dim splits.
             outer = self._common_factor(op, rule, [])
         carried = self._carried(op, rule) if self.follows_batch else _NOTHING
         if outer in carried or outer == NONE:
@@ -357,7 +355,7 @@ class _Walk:
         return _first(rule, self._wish(op, rule), self.size)
 
     def _wish(self, op: Op, rule: Rule) -> list[AxisChoice]:
-        """Lists the strategies that the role prefers for this block, best first."""
+        """Returns the choices that the role prefers for this block, best first."""
         kept = in_result(rule)
         weights = [i for i, v in enumerate(op.operands) if self.weight[v]]
         own = own_factors(rule)
@@ -401,13 +399,11 @@ class _Walk:
         return wishes
 
     def _common_factor(self, op: Op, rule: Rule, kept: list[int]) -> int:
-        """Finds the factor that a contraction of two data goes by; -1 if any will do.
+        """Returns the factor that splits a contraction without weights; -1 for any.
 
-        A batch factor that one of them carries, which the axis splits alone or together
-        with a minor one; or else a factor of one, where the other may come whole.
-
-        Args:
-            kept: factors of the result.
+        It is a marked batch factor that the axis splits alone or with a minor one.
+        Otherwise, if one operand may stay whole, it is a marked factor of the other in
+        `kept`.
         """
         if any(self.weight[v] for v in op.operands) or not is_contraction(op):
             return NONE
@@ -422,7 +418,7 @@ class _Walk:
             bool(ranks and self._makers(value) & self.by_minor)
             for value, ranks in zip(op.operands, arriving, strict=False)
         ]
-        if all(gives_way):  # What is summed over would be reduced.
+        if all(gives_way):  # A summed factor would need a reduction.
             gives_way = [bool(rule.reduction & ranks.keys()) for ranks in arriving]
         firm = (
             factor
@@ -433,13 +429,13 @@ class _Walk:
         return next(firm, NONE) if any(gives_way) else NONE
 
     def _note_unfit(self, op: Op, rule: Rule, factor: int) -> None:
-        """Notes anchors whose columns make operands that arrive whole, or otherwise."""
+        """Adds the anchors in `by_minor` of operands that arrive without the factor."""
         for index, value in enumerate(op.operands):
             if factor not in self._arriving(op, rule, index):
                 self.unfit |= self._makers(value) & self.by_minor
 
     def _makers(self, value: int) -> set[int]:
-        """The anchors upstream of a value that no other anchor is between."""
+        """Returns the nearest anchors upstream of a value."""
         found, seen, rest = set[int](), set[int](), [value]
         while rest:
             made = self.program.maker(rest.pop())
@@ -453,7 +449,7 @@ class _Walk:
         return found
 
     def _is_whole(self, value: int) -> bool:
-        """True if all devices compute a value: gathered, it has reduced gradients."""
+        """True for a computed value without marks, which all devices have whole."""
         is_made = value in self.computed and not self.weight[value]
         return is_made and not self._marks(value)
 
@@ -469,58 +465,56 @@ def _first(rule: Rule, wish: Sequence[AxisChoice], size: int) -> AxisChoice:
     return next((choice for choice in wish if choice in allowed), AxisChoice())
 
 
-@lru_cache(maxsize=4096)  # Rules are alike in alike layers.
+@lru_cache(maxsize=4096)  # Equal layers have equal rules.
 def _allowed(rule: Rule, size: int) -> frozenset[AxisChoice]:
     return frozenset(axis_choices(rule, size))
 
 
 def in_result(rule: Rule) -> list[int]:
-    """Lists the major factors of the first result's dims, in order."""
+    """Returns the major factors of the first result's dims, in order."""
     return [f for f in map(rule.major, rule.results[0]) if f is not None]
 
 
 def own_factors(rule: Rule) -> list[set[int | None]]:
-    """Returns the factors that may shard the dims of each operand."""
+    """Returns the set of major factors of each operand's dims."""
     return [{*map(rule.major, dims)} - {None} for dims in rule.operands]
 
 
 def shared_factors(rule: Rule) -> list[int]:
-    """Factors of the result that both operands have: one matrix for each of them."""
+    """Returns batch factors of a contraction: in the result and both operands."""
     own = own_factors(rule)[:2]
     return [f for f in in_result(rule) if all(f in factors for factors in own)]
 
 
 # ------------------------------------------------------- purposes of a step's arguments
 
-# Of these a batch has some (labels, tokens, masks, edges), and weights have none.
+# Element types that a batch may have (labels, tokens, masks), and weights do not.
 _COUNTED = ("i32", "i64", "i1")
 
-# JAX's random keys are so many numbers of 32 bits, in their last dim.
+# Last dims of JAX's random keys, as 32-bit numbers.
 _KEY_SIZES = ((2,), (4,))
 
-# Ops that give a number the shape and dtype of what it is combined with.
+# Ops that give a scalar the shape and dtype of another operand.
 _SHAPING = ("broadcast_in_dim", "reshape", "convert")
 
 
 @searched_once
 def data_arguments(frame: Frame) -> dict[int, int]:
-    """Positions of the arguments that hold a batch, as far as structure tells.
+    """Returns {leaf's position: rank of its first dim} for arguments with a batch.
 
-    State is no data, nor is anything that is passed along with it in one argument.
-    Of the other arguments of the step those are data whose leaves agree in their
-    first dim, as the leaves of a batch do and those of a set of weights do not, or
-    of which some leaves are integers (nodes and edges of a graph, tokens and
-    their positions). Where nothing is state, the argument with the most leaves holds
-    the weights. Where weights are no state and nothing else is data, state is of which
-    all leaves agree in their first dim, as the beams of a search do. What a step hands
-    back as it is may be either: data if all leaves agree in their first dim, and with
-    that of other data. Where all of this finds nothing, state is data that is not
-    trained and has the dim of the batch first, as environments that a policy acts in
-    (:func:`_rows_of_state`).
+    Each argument of the step, a tree of leaves, is judged by structure:
 
-    Returns:
-        For each position the rank of its first dim: 0 for the size that most leaves of
-        an argument agree in, or the first of several, and 1 for the others.
+    - An argument with state that the step changes is no data. If no argument has state,
+      the one with the most leaves holds the weights.
+    - Other arguments are data if their leaves agree in their first dim, or if some are
+      integers (a graph's nodes and edges, tokens and positions).
+    - An argument returned unchanged is data if its leaves agree in their first dim,
+      also with other data.
+    - If nothing is data, but other arguments exist, state is data whose leaves agree in
+      their first dim, such as a search's beams.
+    - If there is still none, untrained state with rows is data: :func:`_rows_of_state`.
+
+    The rank is 0 for the first dim that most leaves of an argument have, 1 for others.
     """
     program = frame.program
     root_of = [name.partition("/")[0] for name in program.arg_names]
@@ -556,12 +550,11 @@ def data_arguments(frame: Frame) -> dict[int, int]:
 
 
 def _rows_of_state(frame: Frame) -> dict[int, int]:
-    """Positions of state that has rows: what is no parameter, nor kept for one.
+    """Returns {position: 0} for state with rows, such as a policy's environments.
 
-    Parameters and an optimizer's moments are made new of gradients. Of the other state
-    those leaves are rows whose first dim is a dim of the program's products, the most
-    of them, and none of a parameter's dims: the number of environments, say, and not
-    that of features of which means are kept.
+    Trained state (parameters, an optimizer's moments) has gradients in its update, and
+    no rows. Other state has rows if its first dim is a dim of products and no dim of a
+    parameter. If several dims qualify, the dim with most FLOPs counts.
     """
     program, outputs = frame.program, {*frame.program.outputs}
     trained = {
@@ -598,7 +591,7 @@ def _rows_of_state(frame: Frame) -> dict[int, int]:
 
 
 def _handed_back(frame: Frame) -> set[int]:
-    """Positions of arguments that are results, too, and nothing is made of them."""
+    """Returns positions of arguments whose storage group is returned unchanged."""
     program = frame.program
 
     def is_result(position: int) -> bool:
@@ -610,16 +603,15 @@ def _handed_back(frame: Frame) -> set[int]:
 
 
 def is_key(value: Value) -> bool:
-    """Returns True if a value is a random key, or several, as numbers."""
+    """True if a value has the type of random keys, as numbers."""
     return value.dtype == "ui32" and value.shape[-1:] in _KEY_SIZES
 
 
 @searched_once
 def made_of_parameters(frame: Frame) -> list[bool]:
-    """Finds for each value whether it is made of parameters and single numbers alone.
+    """Returns by value id True if made of parameters alone, or of them and scalars.
 
-    A number that is unknown before the step runs, such as a scale of quantized weights,
-    of a loss, or of an iteration, keeps a weight a weight.
+    Scalars may be unknown before the step runs, such as scales of quantized weights.
     """
     program = frame.program
     is_number = [not value.shape for value in program.values]

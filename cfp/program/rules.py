@@ -1,16 +1,15 @@
 """Sharding rules: how the dims of an op's operands and results share loop indices.
 
-A rule names the loop indices of an op, its *factors*, and says which factors each
-dim of each operand and result runs over. Shardy computes the rules, and writes them,
-for example for a matrix product, as::
+A rule names the loop indices of an op, its *factors*, and the factors of each dim of
+each operand and result. Shardy computes the rules; a matrix product's is::
 
     ([i, k], [k, j])->([i, j]) {i=4, j=16, k=8} reduction={k}
 
-They are corrected where XLA's partitioner cannot keep them. Each correction takes
-factors away from the choice, for all programs and with its reason; none adds any. Ops
-that the compiler itself may shard along such factors, where it is left to choose, are
-held: constrained at every constraint level. `cfp_test/proving/faults.py` has a program
-for each fault that this is for; ``make prove`` looks for more in the installed jaxlib.
+Rules are corrected if XLA's partitioner cannot keep them. A correction only removes
+factors from the choice. The compiler may still shard an op along a removed factor if it
+is not constrained. Such ops are *held*: constrained at every constraint level.
+`cfp_test/proving/faults.py` has a program for each fault of XLA that is corrected here;
+``make prove`` looks for more in the installed jaxlib.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from types import MappingProxyType
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy, stablehlo
 
-# Padding by more than this costs more than it spreads. XLA pads what does not divide.
+# Most padding, as a ratio of sizes. XLA pads dims that do not divide by their pieces.
 _MOST_PADDING = 4 / 3
 
 _NONE: Mapping[int, int] = MappingProxyType({})
@@ -45,12 +44,12 @@ class Rule:
             unreduced until a collective completes it.
         fixed: factors along which the op cannot run sharded without halo exchange
             or gathering (Shardy's need_replication and permutation factors).
-        gathered: those of them along which the compiler gathers what comes in, and
-            what is made of the result may be sharded as before.
+        gathered: fixed factors along which the compiler gathers operands, and along
+            which users of the result may be sharded again.
         even: factors that may only be split into equal pieces, without padding.
         over_all: factors that may only be split over all axes of a mesh together.
-        held: whether the compiler, left to choose, may shard the op in a way that it
-            gets wrong, so that the op is constrained at every constraint level.
+        held: True if the op is constrained at every constraint level, since the
+            compiler could choose a sharding that it gets wrong.
     """
 
     sizes: tuple[int, ...]
@@ -71,11 +70,11 @@ class Rule:
 
     @property
     def closed(self) -> frozenset[int]:
-        """Factors along which nothing is sharded behind the op as before it."""
+        """Fixed factors along which a sharding does not continue behind the op."""
         return self.fixed - self.gathered
 
     def whole_along(self, factors: frozenset[int]) -> Rule:
-        """The rule of an op that the compiler gathers along some more factors."""
+        """Returns the rule with more factors gathered, and the op held."""
         return replace(
             self,
             fixed=self.fixed | factors,
@@ -85,11 +84,14 @@ class Rule:
         )
 
     def major(self, dim: tuple[int, ...], before: int = 1) -> int | None:
-        """The factor by which a dim may be sharded: its major-most one of size > 1.
+        """Returns the factor by which a dim may be sharded, or None.
+
+        It is the major-most factor of size 2 or more.
 
         Args:
-            before: number of ways in which it is sharded already: the factors that
-                these fill are left out, if one is behind them.
+            dim: the dim's factors, major to minor.
+            before: pieces that the dim is cut into already: factors that are cut into
+                single elements are skipped, if another one follows.
         """
         found = None
         for factor in dim:
@@ -102,10 +104,10 @@ class Rule:
         return found
 
     def splits(self, factor: int, ways: int) -> bool:
-        """True if a factor may be split into so many parts.
+        """True if a factor may be split into `ways` pieces.
 
-        Padding by a small share is allowed, in ops that tolerate padding and whose dims
-        have no other factor.
+        Padding by up to a third is allowed, for factors not in `even` that share no dim
+        with another factor.
         """
         size = self.sizes[factor]
         if size % ways == 0:
@@ -126,12 +128,12 @@ class Rule:
     def splits_results(self, factor: int, ways: Mapping[int, int] = _NONE) -> bool:
         """True if splitting a factor splits every result that has it.
 
-        A reshape that merges dims has the minor one behind another in its result. An
-        operand split along the minor one must be gathered, unless the other is split
-        into single elements.
+        A reshape that merges two dims has a minor factor behind a major one in its
+        result. An operand split along the minor one must be gathered, unless the major
+        one is split into single elements.
 
         Args:
-            ways: number of ways in which other factors are split.
+            ways: {other factor: number of its pieces}.
         """
         return all(
             factor in self.exposed(dim, ways)
@@ -143,13 +145,10 @@ class Rule:
     def exposed(
         self, dim: tuple[int, ...], ways: Mapping[int, int] = _NONE
     ) -> Iterator[int]:
-        """Returns the factors by which a dim may be sharded.
+        """Yields the factors by which a dim may be sharded.
 
         These are its major factor, and the next one behind a factor that is split into
-        single elements.
-
-        Args:
-            ways: number of ways in which factors are split.
+        single elements. `ways` is {factor: number of its pieces}.
         """
         for factor in dim:
             if self.sizes[factor] > 1:
@@ -159,12 +158,12 @@ class Rule:
 
 
 def padded_size(size: int, ways: int) -> int:
-    """The smallest size that divides so many ways and holds ``size``."""
+    """Returns the smallest multiple of `ways` that is at least `size`."""
     return -(-size // ways) * ways
 
 
 def rule_of(attribute: ir.Attribute) -> Rule:
-    """Reads a rule that Shardy has for an op."""
+    """Converts Shardy's rule of an op."""
     found = sdy.OpShardingRuleAttr(attribute)
 
     def tensors(mappings: Iterable[ir.Attribute]) -> tuple[Dims, ...]:
@@ -185,7 +184,7 @@ def rule_of(attribute: ir.Attribute) -> Rule:
 
 
 def passthrough_rule(shapes: Iterable[tuple[int, ...]]) -> Rule:
-    """The rule of an op whose i-th result is its i-th operand (a barrier)."""
+    """Returns the rule of an op whose i-th result is its i-th operand (a barrier)."""
     sizes: list[int] = []
     dims = []
     for shape in shapes:
@@ -196,19 +195,19 @@ def passthrough_rule(shapes: Iterable[tuple[int, ...]]) -> Rule:
 
 
 def elementwise_rule(shape: tuple[int, ...], operands: int, results: int) -> Rule:
-    """The rule of an op whose operands and results all have one shape."""
+    """Returns the rule of an op whose operands and results all have one shape."""
     dims = tuple((d,) for d in range(len(shape)))
     return Rule(shape, (dims,) * operands, (dims,) * results)
 
 
 # ------------------------------------------------------------------------- corrections
 
-# Ops whose padding XLA's partitioner masks, beside the elementwise ones. A scatter
-# writes to where its indices' padding says (jaxlib 0.10.2 and 0.12, plain JAX too).
+# Ops whose padding XLA's partitioner masks, beside the elementwise ones. A scatter uses
+# its indices' padding as indices (jaxlib 0.10.2 and 0.12, plain JAX too).
 _PADDED_WELL = frozenset(
     {"broadcast_in_dim", "dot_general", "gather", "reduce", "reshape", "transpose"}
 )
-# What an all-reduce may compute; the latter of truth values only.
+# Ops that an all-reduce may compute; `_LOGIC` for booleans only.
 _SUMS = frozenset(
     f"stablehlo.{name}" for name in "add maximum minimum multiply".split()
 )
@@ -226,7 +225,11 @@ def _numbers(release: str) -> tuple[int, ...]:
 def correct_rule(
     rule: Rule, op: ir.Operation, shapes: Sequence[tuple[int, ...]]
 ) -> Rule | None:
-    """The rule of Shardy's as it may be used; None if nothing can be sharded."""
+    """Returns Shardy's rule with corrections; None if no dim can be sharded.
+
+    Args:
+        shapes: shapes of the operands, then of the results.
+    """
     is_elementwise = len({*rule.operands, *rule.results}) <= 1
     if not (op.name.removeprefix("stablehlo.") in _PADDED_WELL or is_elementwise):
         rule = _unpadded(rule)
@@ -261,11 +264,7 @@ def _unpadded(rule: Rule) -> Rule:
 
 
 def _call_rule(rule: Rule) -> Rule | None:
-    """The rule of a call to foreign code; None if nothing about it can be sharded.
-
-    A factor of one tensor alone says nothing: the code needs all of that dim, unless it
-    sums over it.
-    """
+    """Fixes a custom call's unsummed factors of one tensor; None if all are fixed."""
     tensors = (*rule.operands, *rule.results)
     seen = [{f for dim in dims for f in dim} for dims in tensors]
     alone = {f for f in range(len(rule.sizes)) if sum(f in s for s in seen) < 2}
@@ -276,33 +275,33 @@ def _call_rule(rule: Rule) -> Rule | None:
 
 
 def _transform_rule(rule: Rule) -> Rule:
-    """Returns a Fourier transform's rule; before jaxlib 0.12 all dims stay whole.
+    """Fixes all factors of a Fourier transform before jaxlib 0.12; later none.
 
-    XLA gathers the transform on each device also along dims that it does not transform
-    (jaxlib 0.10.2 and 0.11.2, plain jax.jit with in_shardings too).
+    Until then XLA gathers dims that are not transformed, too (jaxlib 0.10.2 and 0.11.2,
+    plain jax.jit with in_shardings too).
     """
     rule = replace(_unpadded(rule), held=True)
     if _numbers(version("jaxlib")) >= _TRANSFORMS_SHARDED:
         return rule
-    # Between two transforms all stays whole: elementwise work is less than gathering.
+    # Fixed, not gathered: elementwise work between two transforms is less than gathers.
     return replace(rule, fixed=_factors(rule), reduction=frozenset())
 
 
 def _update_rule(rule: Rule, whole: tuple[int, ...], piece: tuple[int, ...]) -> Rule:
-    """An update's rule; dims written in part stay whole: XLA loses writes outside."""
+    """Fixes dims that an update writes in part: XLA loses writes to other shards."""
     dims = zip(rule.operands[0], whole, piece, strict=True)
     part = frozenset(f for dim, size, written in dims if written < size for f in dim)
     return rule.whole_along(part) if part else rule
 
 
 def _product_rule(rule: Rule) -> Rule:
-    """A product's rule; one over several dims, such as a weight's gradient, is held."""
+    """Holds products that sum over several dims, such as a weight's gradient."""
     summed = sum(rule.sizes[factor] > 1 for factor in rule.reduction)
     return replace(rule, held=True) if summed > 1 else rule
 
 
 def _reduce_rule(rule: Rule, op: ir.Operation) -> Rule:
-    """A reduction's rule; dims without an all-reduce of their kind stay whole."""
+    """Fixes the reduced factors if no all-reduce computes the reduction's op."""
     *ops, _ = (inner.operation.name for inner in op.regions[0].blocks[0].operations)
     is_logic = str(ir.ShapedType(op.operands[0].type).element_type) == "i1"
     sums = _SUMS | _LOGIC if is_logic else _SUMS
@@ -311,7 +310,7 @@ def _reduce_rule(rule: Rule, op: ir.Operation) -> Rule:
 
 
 def _pad_rule(rule: Rule, op: ir.Operation) -> Rule:
-    """A pad's rule; one that cuts off and spreads a dim keeps that dim whole."""
+    """Fixes dims with interior padding and a negative edge padding."""
     low, high, inside = (
         [*ir.DenseI64ArrayAttr(op.attributes[name])]
         for name in ("edge_padding_low", "edge_padding_high", "interior_padding")
@@ -328,10 +327,10 @@ def _pad_rule(rule: Rule, op: ir.Operation) -> Rule:
 
 
 def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rule:
-    """Returns a scatter's rule; a scatter to a single place keeps indexed dims whole.
+    """Fixes indexed dims of a scatter to a single place, which XLA makes an update.
 
-    XLA turns it into an update in place. A fully written dim, such as heads of a cache
-    of keys, has its factor in the update, too, and may be sharded.
+    A dim that is written in full, such as heads of a cache of keys, has its factor in
+    the update, too, and may be sharded.
     """
     numbers = op.attributes["scatter_dimension_numbers"]
     dims = stablehlo.ScatterDimensionNumbers(numbers).scattered_dims_to_operand_dims
@@ -341,18 +340,17 @@ def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rul
     updates = rule.operands[len(rule.results) + 1 :]
     indexed = frozenset(f for tensor in written for d in dims for f in tensor[d])
     whole = {factor for tensor in updates for dim in tensor for factor in dim}
-    # Shardy has the dim that is written in a tensor and in the result, and as fixed.
+    # Shardy fixes indexed dims itself.
     return replace(rule, gathered=indexed - whole).whole_along(indexed - whole)
 
 
 def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:
-    """Returns a convolution's rule with the factors that split it cleanly.
+    """Fixes spatial and minor factors of a convolution, and holds it.
 
-    If both operands have one spatial size, as in the gradient of a kernel, the rule
-    contracts over it; windows overlap, so sharding needs halos. Of a grouped
-    convolution's dims of two factors the minor one cannot be sharded in all operands.
-    The batch in the gradient of its kernel is sharded over all axes or none. If groups
-    have several features, XLA gathers it (jaxlib 0.10.2 to 0.12, plain jax.jit, too).
+    Spatial dims would need halos, since windows overlap. In a grouped convolution, not
+    all operands have a minor factor. In the gradient of its kernel, the batch is
+    sharded over all axes or none. XLA gathers convolutions whose groups have several
+    features (jaxlib 0.10.2 to 0.12, plain jax.jit, too).
     """
     layouts = _layouts(op)
     unclean: set[int] = set()
@@ -380,7 +378,7 @@ def _factors(rule: Rule) -> frozenset[int]:
 
 
 def _layouts(op: ir.Operation) -> list[list[str]]:
-    """The names of the dims of a convolution's input, kernel and result."""
+    """Returns names of the dims of a convolution's input, kernel and result."""
     found = _CONVOLUTION.search(str(op.attributes["dimension_numbers"]))
     assert found is not None
     return [names.split(", ") for names in found.groups()]
@@ -388,18 +386,17 @@ def _layouts(op: ir.Operation) -> list[list[str]]:
 
 # ---------------------------------------------------------------- grouped convolutions
 
-# Where XLA splits a convolution along its groups, it shards the result by a permutation
-# of dims for which it takes the inverse of the right one (jaxlib 0.10.2 to 0.12, plain
-# ``jax.jit`` with ``in_shardings`` too: groups of the input's channels or of its batch,
-# input in NCHW and result in NHWC). The numbers are then wrong. In layouts where both
-# permutations send the groups to the same dim all is well, so a convolution of another
-# layout is written as one whose result is laid out like its input, and a transpose.
+# If XLA splits a convolution along its groups, it permutes the result's sharding by the
+# inverse of the right permutation. Results are then wrong (jaxlib 0.10.2 to 0.12, plain
+# ``jax.jit`` with ``in_shardings`` too: input in NCHW and result in NHWC). Layouts in
+# which both permutations map the groups' dim alike are right. Other convolutions become
+# one whose result is laid out like its input, and a transpose.
 
 _SWAPPED = {"b": "f", "f": "b"}
 
 
 def relayout(op: ir.Operation) -> None:
-    """Rewrites a convolution, in place, if XLA might split it wrongly."""
+    """Rewrites a grouped convolution that XLA would split wrongly; ignores others."""
     if op.name != "stablehlo.convolution":
         return
     batch_groups = _count(op, "batch_group_count") > 1
@@ -427,11 +424,11 @@ def relayout(op: ir.Operation) -> None:
 
 
 def is_split_right(taken: Sequence[str], made: Sequence[str]) -> bool:
-    """True if XLA splits a grouped convolution of these layouts right.
+    """True if XLA splits a grouped convolution of these layouts correctly.
 
     Args:
-        taken: what each dim of the input becomes in the result, such as
-            ``("b", "f", "0", "1")``.
+        taken: the result's name for each dim of the input, such as ``("b", "f", "0")``.
+        made: names of the result's dims.
     """
     groups = made.index("f")
     return made.index(taken[groups]) == taken.index("f")

@@ -1,7 +1,7 @@
-"""Frozen records of a program: values, ops, and the program they make up.
+"""Frozen records of a program: its values and ops.
 
-Ops of all regions stand in one list, in execution order: those of a loop's body
-come before the loop op itself, which closes them. ``Op.parent`` tells the loop.
+One list has the ops of all regions, in execution order. Ops of a loop's body come
+before the loop op, and ``Op.parent`` is the loop's id.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Of = ParamSpec("_Of")
 def reached(
     start: Iterable[_Node], further: Callable[[_Node], Iterable[_Node]]
 ) -> Iterator[_Node]:
-    """Yields some things, and all that these lead to, each once, depth first."""
+    """Yields the nodes of `start`, and all reached by `further`, once, depth first."""
     stack, seen = [*start], set[_Node]()
     while stack:
         one = stack.pop()
@@ -53,7 +53,7 @@ class Value:
 
     Attributes:
         producer: id of the op that makes it; -1 for a program or body argument.
-        origin: for a loop-body argument the value that enters it; else -1.
+        origin: for a loop-body argument the id of the value that enters it; else -1.
     """
 
     id: int
@@ -85,11 +85,10 @@ class Manual:
     """One device's computation in a region that the user sharded by hand.
 
     Attributes:
-        program: its ops, on one device's parts of the values. Axes that are not manual
+        program: the region's ops, on one device's shards along manual axes. Other axes
             may split these further.
-        flops: of its products, in one run.
-        devices: number of devices along its manual axes that split an operand or a
-            result.
+        flops: FLOPs of the products in one run on one device.
+        devices: number of devices along manual axes that split an operand or a result.
     """
 
     program: Program
@@ -103,27 +102,26 @@ class Op:
 
     Attributes:
         name: such as ``stablehlo.dot_general``.
-        operands: value ids. A loop op's are its initial values.
-        yields: for an op with regions, the value ids its regions return: for a
-            loop one a result; for a branch those of every branch, one after another.
-        entries: the arguments of its regions' blocks, region by region.
-        body: ids of the ops in its regions.
-        rule: its factors; None for an opaque op and for ops with regions.
+        operands: value ids; initial values for a loop.
+        yields: value ids that the regions return: one per result for a loop; all
+            results of each case, one case after another, for a branch.
+        entries: value ids of the regions' arguments, region by region.
+        body: ids of the ops in the regions.
+        rule: sharding rule; None for an opaque op and for ops with regions.
         scope: JAX's name stack, such as ``jit(step)/jvp(Net)/Dense_0/dot_general``.
         source: ``file:line`` of the user's code, or "".
-        parent: id of the loop or branch op it stands in, or -1.
-        repeat: how often it runs in one step (the product of trip counts).
-        attributes: its attributes as text, for telling ops of equal results.
-        structure: the same without the values of constants, but for those that say how
-            often a loop runs or which place is read or written: for telling ops of
-            equal costs.
-        shardings: for a region that the user sharded by hand, how it takes each
-            operand and then how it gives each result; () for all other ops.
-        uncounted: whether it is a loop whose number of iterations the program does not
-            say: its body counts as one iteration.
-        manual: of a region that the user sharded by hand what is in it.
-        kind: its name without the dialect.
-        has_regions: true for a loop or a branch; its regions may hold no ops at all.
+        parent: id of the loop or branch around the op, or -1.
+        repeat: runs in one step (the product of trip counts).
+        attributes: attributes as text; equal text means equal results.
+        structure: attributes without constants, except for trip counts and indices;
+            equal text means equal cost.
+        shardings: for a region that the user sharded by hand, those of its operands and
+            then of its results; () for other ops.
+        uncounted: True for a loop with an unknown number of iterations, which counts
+            as one iteration.
+        manual: computation of a region that the user sharded by hand.
+        kind: name without the dialect.
+        has_regions: True for a loop or a branch, even without ops in the regions.
     """
 
     id: int
@@ -147,27 +145,27 @@ class Op:
     has_regions: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        # Both are asked for a million times in a deep program.
+        # Both are read a million times in a deep program.
         object.__setattr__(self, "kind", self.name.split(".", 1)[-1])
         object.__setattr__(self, "has_regions", bool(self.body or self.yields))
 
     @property
     def known_rule(self) -> Rule:
-        """The rule of an op that is known to have one."""
+        """The op's rule; an AssertionError if it has none."""
         assert self.rule is not None, f"{self.name} has no rule"
         return self.rule
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """The operands, and what its regions return."""
+        """Value ids of the operands, then of the values that the regions return."""
         return self.operands + self.yields
 
     def entered(self, place: int) -> tuple[int, ...]:
-        """The arguments of a loop's regions that an operand enters as."""
+        """Returns arguments of a loop's condition and body that an operand enters."""
         return self.entries[place :: len(self.operands)]
 
     def yielded(self, place: int) -> tuple[int, ...]:
-        """The values that its regions return for a result, one of each."""
+        """Returns the values that the regions return for a result, one per region."""
         return self.yields[place :: len(self.results)]
 
     def integers(self, name: str) -> tuple[int, ...]:
@@ -190,13 +188,12 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewritten:
-    """Counts of changes to a program when it was read.
+    """Counts of changes that cfp made to the step's program.
 
     Attributes:
         erased_constraints: removed sharding constraints of the user.
-        wide_sums: scatters with float32 sums in place of 16 bits.
-        products: numbers of 16-bit products for FP8, by outcome and path of the
-            parameter.
+        wide_sums: scatters whose 16-bit sums became float32.
+        products: {outcome: {path of a parameter: 16-bit products}} of FP8.
     """
 
     erased_constraints: int = 0
@@ -211,21 +208,19 @@ class Program:
     Attributes:
         args: value ids of the arguments, in flat order.
         outputs: value ids of the results, in flat order.
-        arg_names, output_names: their paths in the user's pytrees.
+        arg_names, output_names: paths in the user's pytrees.
         alias: for each argument the index of the output that reuses its memory
             (a donated argument), or None.
         text: the normalised module, parseable, with locations.
-        content: sha256 over all functions, the values of all constants included: what
-            compiled programs depend on.
-        name: the module's, by that of the user's function.
-        rewritten: what differs from the step as JAX lowered it.
-        given: for each argument the bytes of its value in an example, if it is a
-            predicate or a scalar; empty for all others, and if there is no example.
-        arg_avals, output_avals: types of arguments and results as JAX shows them, which
-            say more than the program's: keys of random numbers, and weak types.
-        arg_memory, output_memory: the memory of the host that each is in, or "".
-        opened: ids of loops that parts are cut inside of: the ops of their bodies count
-            as top-level ops.
+        content: sha256 over all functions and constants, the key of compiled programs.
+        name: name of the module, from the user's function.
+        rewritten: counts of cfp's changes to the step as JAX lowered it.
+        given: for each argument the bytes of its example, if it is a predicate or a
+            scalar; empty bytes for others. () without examples.
+        arg_avals, output_avals: JAX's types of arguments and results, with the types of
+            random keys and weak types.
+        arg_memory, output_memory: kind of host memory of each, or "".
+        opened: ids of loops whose bodies' ops count as top-level ops.
     """
 
     values: tuple[Value, ...]
@@ -248,10 +243,10 @@ class Program:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the structure of all ops, for plans.
+        """Digest of the structure of all ops, the key of plans.
 
-        Without shardings, and without values of constants, except those that shape the
-        program. See `cfp.program.read`.
+        Shardings do not count, nor constants, except for trip counts and indices; see
+        `cfp.program.read`.
         """
         types = [str(self.values[v]) for v in self.args]
         digest = hashlib.sha256(repr((types, self.args, self.outputs)).encode())
@@ -263,10 +258,7 @@ class Program:
 
     @cached_property
     def users(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each value the (op id, operand index) pairs that read it.
-
-        Operand indices at or behind ``len(op.operands)`` count into ``op.yields``.
-        """
+        """By value id, (op id, index) pairs of its readers; indices are of `reads`."""
         found: list[list[tuple[int, int]]] = [[] for _ in self.values]
         for op in self.ops:
             for index, value in enumerate(op.reads):
@@ -274,10 +266,9 @@ class Program:
         return tuple(tuple(u) for u in found)
 
     def entered(self, value: int) -> list[tuple[int, int]]:
-        """The loops that a body's argument comes in through, the outermost first.
+        """Returns (value that enters, body's argument) for loops around an argument.
 
-        Returns:
-            For each the value that enters it, and the body's argument that it becomes.
+        The outermost loop comes first; [] for other values.
         """
         found = []
         while (origin := self.values[value].origin) >= 0:
@@ -287,14 +278,14 @@ class Program:
 
     @cached_property
     def looked_for(self) -> dict[tuple[Any, ...], Any]:
-        """Cache of searches in this program, keyed by the searcher and what for."""
+        """Cache of `searched_once`: {(function, *arguments): result}."""
         return {}
 
     @cached_property
     def leaf_ops(self) -> frozenset[int]:
-        """Ops that depend on no argument: constants, iotas and ops of them.
+        """Ids of ops that depend on no argument: constants, iotas and ops of them.
 
-        They are cheap to repeat, and never connect two places of a program.
+        They are cheap to repeat, and sharing them ties nothing together.
         """
         depends = [v.producer == -1 for v in self.values]
         leaves = set()
@@ -309,20 +300,20 @@ class Program:
         return frozenset(leaves)
 
     def shape(self, value: int) -> tuple[int, ...]:
-        """The shape of a value, unsharded."""
+        """Returns the shape of a whole value."""
         return self.values[value].shape
 
     def maker(self, value: int) -> Op | None:
-        """The op that makes a value; None for an argument of the program or a body."""
+        """Returns the op that makes a value; None for a program or body argument."""
         producer = self.values[value].producer
         return self.ops[producer] if producer >= 0 else None
 
     def is_leaf(self, value: int) -> bool:
-        """True if an op of `leaf_ops` makes a value."""
+        """True if an op of `leaf_ops` makes the value."""
         return self.values[value].producer in self.leaf_ops
 
     def decides(self, value: int) -> bool:
-        """True if a branch or a loop's end depends on an argument, by scalars alone."""
+        """True if a scalar value reaches a loop or a branch's index through scalars."""
 
         def further(v: int) -> list[int]:
             users = () if self.shape(v) else self.users[v]
@@ -337,35 +328,35 @@ class Program:
         )
 
     def is_top_level(self, op: int) -> bool:
-        """True if an op stands in no loop or branch, but for opened ones."""
+        """True if an op is in no loop or branch; opened loops do not count."""
         parent = self.ops[op].parent
         return parent < 0 or parent in self.opened
 
     def top_level(self, op: int) -> int:
-        """The op itself, or the outermost loop or branch that it stands in.
+        """Returns the outermost loop or branch around an op, opened ones aside.
 
-        Opened loops do not count.
+        Returns the op's own id if there is none.
         """
         while not self.is_top_level(op):
             op = self.ops[op].parent
         return op
 
     def in_uncounted(self, op: int) -> bool:
-        """True if an op stands in a loop that is uncounted."""
+        """True if an op is in an uncounted loop, at any depth."""
         outer = self.ops[op].parent
         return outer >= 0 and (self.ops[outer].uncounted or self.in_uncounted(outer))
 
     def turns(self, op: int) -> int:
-        """Counts the times that opened loops run an op in one step."""
+        """Returns how many times opened loops run an op in one step."""
         return self.ops[self.top_level(op)].repeat
 
     @cached_property
     def opened_entries(self) -> frozenset[int]:
-        """The arguments of the bodies of opened loops."""
+        """Value ids of the arguments of opened loops' bodies."""
         return frozenset(v for loop in self.opened for v in self.ops[loop].entries)
 
     def uses(self, value: int) -> list[tuple[int, int]]:
-        """The users of a value, also where it enters an opened loop."""
+        """Returns `users` of a value, with users inside of opened loops."""
         found: list[tuple[int, int]] = []
         for user, index in self.users[value]:
             op = self.ops[user]
@@ -382,7 +373,7 @@ class Program:
 
 
 def axes_of(spec: PartitionSpec, rank: int) -> Spec:
-    """The mesh axes of each dim of an array, of a spec as JAX has it."""
+    """Converts JAX's spec to the mesh axes of each of `rank` dims."""
     parts = (*spec, *(None,) * (rank - len(spec)))
     return tuple(
         () if p is None else (p,) if isinstance(p, str) else tuple(p) for p in parts
@@ -395,7 +386,10 @@ _Searched = TypeVar("_Searched", bound=Any)
 def searched_once(
     find: Callable[Concatenate[_Searched, _Of], _Found],
 ) -> Callable[Concatenate[_Searched, _Of], _Found]:
-    """Has a function search a program once; it may take more, by position."""
+    """Decorator: caches results by arguments in the first one's `looked_for`.
+
+    Arguments are hashable and given by position.
+    """
 
     @wraps(find)
     def search(searched: _Searched, *of: _Of.args, **none: _Of.kwargs) -> _Found:
@@ -422,7 +416,7 @@ _DTYPES = {
 
 
 def numpy_dtype(element: str) -> np.dtype:
-    """The dtype of an MLIR element type."""
+    """Returns the dtype of an MLIR element type; raises ValueError if unknown."""
     if element in _DTYPES:
         return jnp.dtype(_DTYPES[element])
     if element[:2] in ("f8", "f6", "f4"):
@@ -443,22 +437,21 @@ _SCORES = ("cudnn_fmha_backend_config", "intermediate_tensor_shape", "dimensions
 
 
 def op_flops(program: Program, op: Op) -> int:
-    """Floating-point operations of a contraction, over all its runs in one step."""
+    """Counts the floating-point operations of a contraction in one step, all runs."""
     if op.manual is not None or PARTITIONED.search(op.attributes):
         return call_flops(op) * op.repeat
     rule = op.known_rule
     if op.kind == "convolution":
-        # The rule's spatial factors are those of the input: it says which dims may
-        # be split, and not how often a window is placed.
+        # The rule's spatial factors are sizes of the input, not counts of windows.
         result = program.shape(op.results[0])
         kernel = program.shape(op.operands[1])
         features = {f for dim in rule.operands[1] for f in dim}
         made = [f for dim in rule.results[0] for f in dim if f in features]
         window = prod(kernel) // max(1, prod(rule.sizes[f] for f in made))
-        # A dilated input is mostly zeros, which are not multiplied by.
+        # Zeros of a dilated input are not multiplied.
         zeros = prod(op.integers("lhs_dilation"))
         return 2 * prod(result) * window * op.repeat // zeros
-    # A product of complex numbers is four of real ones.
+    # A complex product takes four real ones.
     is_complex = program.values[op.operands[0]].dtype.startswith("complex")
     return (8 if is_complex else 2) * prod(rule.sizes) * op.repeat
 
@@ -473,7 +466,7 @@ def is_dequantized(program: Program, op: Op) -> bool:
 
 
 def product_dtype(program: Program, op: Op) -> str:
-    """The element type that a product multiplies; f8 if its operand is dequantized."""
+    """Returns the element type of a product's first operand; f8 if dequantized."""
     maker = program.maker(op.operands[0])
     if maker is not None and is_dequantized(program, maker):
         return "f8"
@@ -481,10 +474,10 @@ def product_dtype(program: Program, op: Op) -> str:
 
 
 def call_flops(op: Op) -> int:
-    """Counts floating-point operations of one run of foreign code, on all devices.
+    """Counts floating-point operations of one run of a call, on all devices.
 
-    Foreign code is a custom_partitioning op, with the count in its name, or a region
-    sharded by hand; see :func:`inner_flops`. Other ops have 0.
+    Calls are custom_partitioning ops, with the count in their name, and regions sharded
+    by hand; see :func:`inner_flops`. Other ops return 0.
     """
     if op.manual is not None:
         return op.manual.flops * op.manual.devices
@@ -493,9 +486,9 @@ def call_flops(op: Op) -> int:
 
 
 def inner_flops(program: Program, ops: Sequence[ir.Operation]) -> int:
-    """Counts floating-point operations of products, convolutions and attentions.
+    """Counts FLOPs of products, convolutions and cuDNN's attention in a program.
 
-    cuDNN's attentions are counted from the shapes of the scores, masked or not.
+    Masked scores of attention count in full. `ops` are the program's, as MLIR.
     """
     return sum(
         _inner_flops(program, record, op)
@@ -522,9 +515,9 @@ def _inner_flops(program: Program, record: Op, op: ir.Operation) -> int:
 
 
 def path_matches(path: str, pattern: str) -> bool:
-    """True if a pattern or glob is a path or its end, or that before NNX's /value."""
+    """True if a pattern or glob equals a path or an end of it, NNX's /value aside."""
     parts = path.split("/")
     ends = ["/".join(parts[start:]) for start in range(len(parts))]
     ends += [end.removesuffix("/value") for end in ends]
-    # A path may have brackets, which a glob takes for one of several letters.
+    # A path may have brackets, which have a meaning in globs.
     return any(end == pattern or fnmatchcase(end, pattern) for end in ends)

@@ -288,7 +288,7 @@ def _transform_rule(rule: Rule) -> Rule:
 
 
 def _update_rule(rule: Rule, whole: tuple[int, ...], piece: tuple[int, ...]) -> Rule:
-    """Fixes dims that an update writes in part: XLA loses writes to other shards."""
+    """Gathers dims that an update writes in part: XLA loses writes outside."""
     dims = zip(rule.operands[0], whole, piece, strict=True)
     part = frozenset(f for dim, size, written in dims if written < size for f in dim)
     return rule.whole_along(part) if part else rule
@@ -301,7 +301,7 @@ def _product_rule(rule: Rule) -> Rule:
 
 
 def _reduce_rule(rule: Rule, op: ir.Operation) -> Rule:
-    """Fixes the reduced factors if no all-reduce computes the reduction's op."""
+    """Gathers the reduced factors if no all-reduce computes the reduction's op."""
     *ops, _ = (inner.operation.name for inner in op.regions[0].blocks[0].operations)
     is_logic = str(ir.ShapedType(op.operands[0].type).element_type) == "i1"
     sums = _SUMS | _LOGIC if is_logic else _SUMS
@@ -327,7 +327,7 @@ def _pad_rule(rule: Rule, op: ir.Operation) -> Rule:
 
 
 def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rule:
-    """Fixes indexed dims of a scatter to a single place, which XLA makes an update.
+    """Gathers indexed dims of a scatter to one place, which XLA makes an update.
 
     A dim that is written in full, such as heads of a cache of keys, has its factor in
     the update, too, and may be sharded.

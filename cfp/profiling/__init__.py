@@ -1,1 +1,1 @@
-"""Measuring: what a segment with a strategy costs, kept for the next time."""
+"""Measuring: compiles and times parts of programs, and stores their records."""

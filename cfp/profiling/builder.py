@@ -1,7 +1,7 @@
-"""Builds a job: compiles a part of a program under its shardings.
+"""Builds jobs: compiles a part of a program under its shardings.
 
-A part that cannot be built is a record like any other: the compiler will refuse it
-again. `CompilePool` has the threads for all that is compiled side by side.
+A part that does not compile gets a record of the failure, so that no later run tries it
+again. `CompilePool` has the threads for compiles side by side.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from cfp.program.jaxprs import unchecked
 from cfp.program.memory import host_kind
 from cfp.program.part import Part, lower_part
 
-# What a compiler says when a program does not fit can list every buffer.
+# Characters. A compiler's message about memory may list every buffer.
 _LONGEST_REASON = 2000
 
 
@@ -49,11 +49,13 @@ class Job(Task):
 
     Attributes:
       part: the ops, from `cfp.program.part.cut_part`.
+      in_specs, out_specs: shardings of the part's inputs and outputs.
       feedback: (input position, output position) pairs: the input is donated, and the
-        output takes its place in the next iteration.
-      choice: of a whole program, the choice that its record stores.
-      kernels: key of its kernels. The first job of each key is built before the others,
-        so that the compiler tunes kernels once; None if other programs have tuned them.
+        output is the next execution's input.
+      options: (name, value) of XLA options.
+      choice: JSON of a whole program's choice, for its record; "" for segments.
+      kernels: key, equal for jobs with the same kernels. The first job of each key is
+        built before the others, so that XLA tunes kernels once; None to skip this.
     """
 
     part: Part
@@ -75,40 +77,40 @@ class Job(Task):
 
     @property
     def donated(self) -> tuple[int, ...]:
-        """Positions of the inputs whose memory the part overwrites."""
+        """Positions of the donated inputs."""
         return tuple(place for place, _ in self.feedback)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildEnvironment:
-    """Caches of compilers, which speed up the next compile and change no result.
+    """Folder of compilers' caches, which speed up later compiles.
 
-    Compiles in several threads slow each other while they tune fusions on one GPU; a
-    directory of tuned fusions prevents that.
+    Threads that tune fusions on one GPU slow each other down; a cache of tuned fusions
+    prevents that.
 
     Attributes:
-      folder: folder of the caches, beside a profile store; None for no caches.
+      folder: folder of a profile store, for the caches; None for no caches.
     """
 
     folder: Path | None = None
 
     @classmethod
     def beside(cls, store_path: Path) -> BuildEnvironment:
-        """Directories next to a profile store."""
+        """Makes the environment with caches in a profile store's folder."""
         return cls(folder=store_path.parent)
 
     @property
     def executables_dir(self) -> Path | None:
-        """Executables of whole steps under plans; see `cfp.plan.execute`."""
+        """Folder of compiled steps under plans (`cfp.plan.execute`); may be None."""
         return self.folder and self.folder / "executables"
 
     def autotune_dir(self, platform: str) -> Path | None:
-        """XLA's autotuning results; None where it tunes no kernels, or keeps none."""
+        """Folder of XLA's autotuning results; None except on GPUs with caches."""
         is_gpu = platform in GPU_PLATFORMS
         return self.folder / "autotune" if is_gpu and self.folder else None
 
     def is_untuned(self, platform: str) -> bool:
-        """True if the compiler tunes kernels for a platform, and has not yet."""
+        """True if the platform has a folder of autotuning results, still empty."""
         tuned = self.autotune_dir(platform)
         return bool(tuned) and not any(one.is_file() for one in tuned.rglob("*"))
 
@@ -122,13 +124,13 @@ class BuildEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built(CompiledBytes):
-    """A compiled program with the compiler's figures.
+    """A compiled program, with its memory and collectives.
 
     Attributes:
-      compiled: takes and returns flat arrays; None for a program of a child process.
-      shared: the same program in other processes that have devices of the mesh.
+      compiled: function of flat arrays; None if a child process compiled it.
+      shared: job number of the same program in other processes; None with one process.
       collectives: collectives of one run.
-      build_seconds: tracing, lowering and compiling.
+      build_seconds: time of tracing, lowering and compiling.
     """
 
     key: ProfileKey
@@ -145,7 +147,7 @@ class Built(CompiledBytes):
         samples_ms: Sequence[float] = (),
         run_seconds: float = 0.0,
     ) -> ProfileRecord:
-        """Makes the record of this build: sizes, collectives and seconds."""
+        """Makes the record of this program, with its memory and collectives."""
         return ProfileRecord(
             key=self.key.digest,
             parts=self.key.parts,
@@ -167,8 +169,8 @@ def build(
 ) -> Built | ProfileRecord:
     """Lowers and compiles a job, in all processes that have devices of the mesh.
 
-    Several threads may call it at once: compiling releases Python's lock. A failure is
-    a record.
+    Returns the record of the failure if it does not compile. Threads may call this at
+    once: compiling releases Python's lock.
     """
     make = partial(build_here, program, mesh, job, environment)
     return build_everywhere(mesh, job, make, program.fingerprint)
@@ -183,8 +185,11 @@ def build_everywhere(
     """Builds a task, in all processes that have devices of the mesh.
 
     Args:
-      make: builds it in this one.
-      fingerprint: of the program that it is a part of.
+      make: builds the task in this process.
+      fingerprint: fingerprint of the task's program, by which other processes find it.
+
+    Returns:
+      The compiled program; the record of a failure in any process.
     """
     if (talk := leading(mesh)) is None:
         return make()
@@ -200,7 +205,7 @@ def build_everywhere(
 def build_here(
     program: Program, mesh: Mesh, job: Job, environment: BuildEnvironment
 ) -> Built | ProfileRecord:
-    """Does what `build` does, in this process alone."""
+    """Lowers and compiles a job in this process alone; see `build`."""
     platform = mesh.devices.flat[0].platform
     usual = {**environment.options(platform), **options_of(program.rewritten)}
     lower = partial(
@@ -221,12 +226,12 @@ def build_lowered(
     lower: Callable[[], jax.stages.Lowered],
     options: Mapping[str, str],
 ) -> Built | ProfileRecord:
-    """Lowers and compiles a program, and reads what the compiler says about it."""
+    """Lowers and compiles a program; returns the record of a failure if that fails."""
     started = time.perf_counter()
     try:
         compiled, text = compile_right(lower(), options)
     except AssertionError:
-        raise  # A bug of ours says nothing about the part.
+        raise  # A bug of cfp, not a property of the part.
     except Exception as error:  # The compiler's errors have no type in common.
         return ProfileRecord(
             key=key.digest,
@@ -246,7 +251,7 @@ def build_lowered(
 
 
 def compiled_bytes(compiled: jax.stages.Compiled) -> CompiledBytes:
-    """The memory that a program needs, as its compiler says; nothing if it does not."""
+    """Returns a program's memory per device by XLA; zeros if XLA does not know it."""
     if (memory := compiled.memory_analysis()) is None:
         return CompiledBytes()
     sizes: dict[str, int] = {
@@ -257,18 +262,18 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> CompiledBytes:
         "code_bytes": memory.generated_code_size_in_bytes,
     }
     if not memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes:
-        # CPUs' compiler counts what the host has as a device's.
+        # XLA's CPU compiler counts host memory as device memory.
         for name, size in _bytes_in_host(compiled).items():
             sizes[name] -= size
-    # Some backends state -1 for what they do not know.
+    # Some backends return -1 for unknown sizes.
     return CompiledBytes(**{name: max(0, int(size)) for name, size in sizes.items()})
 
 
 def _bytes_in_host(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Computes what a program takes and returns in host memory, for each device."""
+    """Computes bytes per device of arguments and results in host memory."""
     arguments = tree_leaves(compiled.args_info)
     ins = tree_leaves(compiled.input_shardings)
-    if len(ins) != len(arguments):  # What is not read is not passed.
+    if len(ins) != len(arguments):  # Unused arguments were dropped.
         return {}
     results = tree_leaves(compiled.out_info), tree_leaves(compiled.output_shardings)
     given = [*map(_piece_host_bytes, arguments, ins)]
@@ -295,7 +300,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """An error as a record keeps it: its type and the beginning of its message."""
+    """Returns an error's type and message as a record's reason, cut if long."""
     text = f"{type(error).__name__}: {error}".strip()
     if len(text) > _LONGEST_REASON:
         text = text[: _LONGEST_REASON - 3] + "..."
@@ -303,9 +308,9 @@ def reason_of(error: Exception) -> str:
 
 
 _MOST_THREADS = 24
-# Of the host, for one compile of a large program; a guess, as no host was short of it.
+# Host memory for one compile of a large program: a guess, as no host was short of it.
 _BYTES_EACH = 2 * 2**30
-# Of a container, by the kernel's control groups of version 2 or 1; "max" is none.
+# Memory limits of a container, by control groups of version 2 or 1; "max" is no limit.
 _CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -316,8 +321,8 @@ _T = TypeVar("_T")
 
 
 def default_threads(platform: str) -> int:
-    """Chooses the number of compiles at once, by this process's cores and memory."""
-    # Of a process in a container, or in a job, only its share of the host's.
+    """Returns the number of compiles at once, by this process's cores and memory."""
+    # In a container or a job, only the process's share of the host's cores.
     own = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if own else os.cpu_count() or 1
     if platform == "cpu" and cores <= 4:
@@ -329,10 +334,9 @@ def default_threads(platform: str) -> int:
 class CompilePool:
     """Threads that compile until the pool is closed.
 
-    They have the JAX settings of the thread that made the pool, as `with
-    jax.enable_x64(...)` holds for one thread. A compile cannot be stopped: after an
-    interrupt or an error a thread ends its compile and begins no other, and nothing
-    waits for it.
+    They have the x64 setting of the thread that made the pool, since `with
+    jax.enable_x64(...)` affects one thread only. A compile cannot be stopped: after an
+    interrupt or an error, threads end their compiles, but nothing waits for them.
     """
 
     def __init__(self, threads: int) -> None:
@@ -347,14 +351,14 @@ class CompilePool:
         self.close()
 
     def close(self) -> None:
-        """Begins nothing else, and does not wait for what has begun."""
+        """Cancels compiles that have not begun, and does not wait for the others."""
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def start(self, label: str, compiled: Callable[[], _T]) -> Future[_T]:
-        """Compiles as soon as a thread is free, and notes an error with the label.
+        """Calls `compiled` in a thread; errors get a note with the label.
 
-        The outcome is cancelled if the pool is closed before it begins.
+        The future is cancelled if the pool closes before the call begins.
         """
 
         def run() -> _T:
@@ -371,7 +375,7 @@ class CompilePool:
 
 
 def _host_bytes() -> int:
-    """Returns the memory that this process may use: the host's, or its container's."""
+    """Returns bytes that this process may use: of the host, or of its container."""
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [file.read_text().strip() for file in _CONTAINER_LIMITS if file.is_file()]
     return min([host, *(int(limit) for limit in limits if limit.isdecimal())])

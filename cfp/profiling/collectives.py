@@ -1,20 +1,19 @@
-"""Rates of a mesh's devices: collectives, products and memory traffic.
+"""Rates of a mesh's devices: collectives, matrix products and memory traffic.
 
-`Rates` has them as curves and numbers to look up. Sizes are always those of a whole
-group's tensor, whatever a single device holds of it before and after;
-`Rates.collective_ms` says what that means for each kind.
+`Rates` has them as curves and numbers to look up. The size of a collective is that of a
+whole group's tensor, not of one device's shard (`Rates.collective_ms`).
 
-`measure_rates` takes a few seconds of small programs, one for each kind of collective,
-group of axes and size. Their records are stored like all others: a second time nothing
-runs. A collective alone takes less than launching the program that it is in. So a
-program holds a chain: a loop whose every turn needs what the turn before received, so
-that nothing can be merged, moved out, or run side by side. The chain's time divided by
-its length is that of one collective as it is inside a large program.
+`measure_rates` runs small programs for a few seconds: one for each kind of collective,
+group of axes and size. Their records are stored, so that a second call runs nothing. A
+collective alone takes less time than the launch of its program. So a program has a
+chain: a loop in which each collective needs the result of the one before, so that XLA
+cannot merge, hoist or overlap them. The chain's time divided by its length is the time
+of one collective inside a large program.
 
-All-reduce and all-to-all give what they take, and follow each other directly. What an
-all-gather or a reduce-scatter gives has another shape: one number of it is written into
-their input, in place, which costs the same at every size. A chain of such writes alone
-tells how much.
+Results of all-reduce and all-to-all have the input's shape, and chain directly. An
+all-gather or a reduce-scatter changes the shape: one number of its result is written
+into its input, in place, which takes the same time at every size. A chain of such
+writes alone measures that time, to subtract it.
 """
 
 from __future__ import annotations
@@ -61,17 +60,18 @@ Axes = Mesh | Iterable[tuple[str, int]]  # a mesh, or its axes' names and sizes
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
-# XLA has a pass for each that combines several into one.
+# For each of these XLA has a pass that combines several into one.
 COMBINED_KINDS = ("all-reduce", "all-gather", "reduce-scatter")
 
-# Every device of a group sends one piece, once, as a shift or a swap of shards.
+# Collectives without curves take the time of a similar kind: for example, each device
+# sends one piece once in a collective-permute.
 _PRICED_AS = {
     "collective-permute": "all-to-all",
     "ragged-all-to-all": "all-to-all",
     "collective-broadcast": "all-gather",
 }
 
-# FP8 products of cuBLASLt by 16-bit ones, with the passes that quantize beside them
+# Speed of cuBLASLt's FP8 products relative to 16-bit ones, quantizing included
 # (docs/fp8.md).
 FP8_SPEEDUP = 1.7
 _DEFAULT_SIZES = (1 << 14, 1 << 20, 1 << 28)
@@ -82,13 +82,14 @@ class Rates:
     """Rates of computing on a mesh, and of collectives over its axes.
 
     Attributes:
-      curves: measured points, by kind of collective and axes (in the mesh's order).
-      matmul_flops_per_ms: of one device while all compute, for "float32" (as JAX
-        computes it by default on the devices) and "bfloat16".
-      memory_bytes_per_ms: read plus written, of one device while all are busy.
-      combined_bytes: up to so many bytes the compiler makes one collective of several
-        that do not depend on each other; 0 if it is not counted on.
-      launch_ms: the least time of a matrix multiplication.
+      mesh: (axis name, size) of all axes.
+      curves: ``{(kind of collective, axes in the mesh's order): (bytes, ms) points}``.
+      matmul_flops_per_ms: rate of one device while all compute, for "float32" (in JAX's
+        default precision on the devices) and "bfloat16".
+      memory_bytes_per_ms: bytes read plus written by one device while all are busy.
+      combined_bytes: largest size of a collective that the compiler combines from
+        independent ones; 0 to count without combining.
+      launch_ms: least time of a matrix product.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -107,10 +108,10 @@ class Rates:
         flops_per_ms: tuple[float, float] = (100e9, 400e9),
         memory_bytes_per_ms: float = 2e9,
     ) -> Rates:
-        """Plausible rates without any device: one host of GPUs with fast links.
+        """Returns plausible rates without any device: one host of GPUs, fast links.
 
-        All links are alike, and collectives go by rings of neighbours. `flops_per_ms`
-        are of float32 and of bfloat16.
+        All links are equal, and collectives use rings. `flops_per_ms` has the rates of
+        float32 and bfloat16.
         """
         axes = tuple(mesh.shape.items() if isinstance(mesh, Mesh) else mesh)
         sizes = dict(axes)
@@ -133,33 +134,31 @@ class Rates:
 
     @classmethod
     def of_virtual_devices(cls, mesh: Axes) -> Rates:
-        """About what the virtual devices of one CPU do; measures nothing."""
-        # As four of them on two cores do, November 2026.
+        """Returns typical rates of one CPU's virtual devices, without measuring."""
+        # Measured with four of them on two cores, November 2026.
         return cls.default(mesh, 0.05, 3e6, (45e6, 30e6), 9e6)
 
     def collective_ms(self, kind: str, axes: tuple[str, ...], size: float) -> float:
-        """The time of one collective, run by all groups of devices at once.
+        """Returns the time of one collective, ms, run by all groups at once.
 
-        `size` is, in bytes, the whole tensor of one group:
+        `size` is the bytes of one group's whole tensor:
 
-        - all-reduce: what each device holds a partial sum of (and gets the sum of);
-        - all-gather: the result, which each device holds in the end;
-        - reduce-scatter: the operand, which each device holds in the beginning;
-        - all-to-all, collective-permute: all devices' pieces together. One device
-          holds a piece of `size` divided by the group's size, before and after.
+        - all-reduce: the operand of one device, a partial sum;
+        - all-gather: the result of one device;
+        - reduce-scatter: the operand of one device;
+        - all-to-all, collective-permute: the operands of all devices together.
 
-        Between measured sizes the logarithm of the time is interpolated over the
-        logarithm of the size. Below the smallest the time is the smallest's, since
-        latency is all there is; above the largest it grows in proportion. A group
-        that was not measured as a whole (two axes of three) is taken for its axes
-        one after another.
+        Between measured sizes, the logarithm of the time is interpolated over the
+        logarithm of the size. Below the smallest, the time is constant (latency); above
+        the largest, it grows in proportion. If a group was not measured as a whole (two
+        axes of three), times of its single axes are added.
 
         Args:
-          kind: as in HLO: "all-reduce", "all-gather", ...
+          kind: HLO's name: "all-reduce", "all-gather", ...
           axes: names of the mesh's axes, in any order.
 
         Raises:
-          KeyError: if the mesh has no such axis, or the kind is unknown.
+          KeyError: the mesh has no such axis, or the kind is unknown.
         """
         sizes = dict(self.mesh)
         names = {name for name in axes if sizes[name] > 1}
@@ -182,13 +181,10 @@ class Rates:
     def combined_ms(
         self, kind: str, axes: tuple[str, ...], size: float, count: int
     ) -> float:
-        """Computes the time of one of several independent collectives.
+        """Computes the time, ms, of each of `count` equal, independent collectives.
 
-        The compiler combines them; each has its share of the latencies.
-
-        Args:
-          kind, axes, size: as for `collective_ms`.
-          count: number of collectives of about this size.
+        The compiler combines them, so that they share latencies. Other arguments are
+        those of `collective_ms`.
         """
         whole = self.collective_ms(kind, axes, size)
         if kind not in COMBINED_KINDS or size >= self.combined_bytes:
@@ -197,11 +193,11 @@ class Rates:
         return whole - (1.0 - share) * self.collective_ms(kind, axes, 1.0)
 
     def matmul_ms(self, flops: float, dtype: str) -> float:
-        """The time of one device's matrix multiplications.
+        """Computes the time of one device's matrix products, ms.
 
         Args:
-          flops: of one device; a multiplication and an addition are two.
-          dtype: of the operands, as numpy or MLIR write it: "bfloat16" or "bf16".
+          flops: operations of one device; a multiply-add counts as two.
+          dtype: operands' type, by numpy's or MLIR's name: "bfloat16" or "bf16".
         """
         short = dtype in ("bfloat16", "bf16", "float16", "f16")
         short = short or dtype.startswith(("float8", "f8", "int8", "i8", "ui8"))
@@ -209,22 +205,21 @@ class Rates:
         return flops / (rate * FP8_SPEEDUP if dtype.startswith("f8") else rate)
 
     def memory_ms(self, size: float) -> float:
-        """The time of reading and writing `size` bytes, together, on one device."""
+        """Computes the time, ms, in which one device reads plus writes `size` bytes."""
         return size / self.memory_bytes_per_ms
 
 
 def axis_groups(axes: Iterable[tuple[str, int]]) -> tuple[tuple[str, ...], ...]:
-    """Each axis of two or more by itself, then all of them together."""
+    """Lists groups to measure: each axis larger than 1 alone, then all together."""
     names = tuple(name for name, size in axes if size > 1)
     single = tuple((name,) for name in names)
     return (*single, names) if len(names) > 1 else single
 
 
 def rising(points: Iterable[tuple[int, float]]) -> Curve:
-    """Points in order of size, none slower than a larger one.
+    """Sorts points by size; a point slower than a larger one gets that one's time.
 
-    More bytes never take less time; where that was measured, the smaller one met
-    with noise, which only ever slows things down.
+    More bytes never take less time. The slower point had noise, which only adds time.
     """
     ordered = sorted(points, reverse=True)
     times = accumulate((ms for _, ms in ordered), min)
@@ -233,7 +228,7 @@ def rising(points: Iterable[tuple[int, float]]) -> Curve:
 
 
 def interpolate(curve: Curve, size: float) -> float:
-    """The time that a curve gives to a size; see `Rates.collective_ms`."""
+    """Returns a curve's time at a size; see `Rates.collective_ms`."""
     smallest, largest = curve[0], curve[-1]
     if size <= smallest[0]:
         return smallest[1]
@@ -246,7 +241,7 @@ def interpolate(curve: Curve, size: float) -> float:
 
 
 def sent_share(kind: str, ways: int) -> float:
-    """The part of a group's tensor that one device sends, in a ring."""
+    """Returns the share of a group's tensor that one device sends, in a ring."""
     passes = {"all-reduce": 2.0, "all-to-all": 1.0 / ways}.get(kind, 1.0)
     return passes * (ways - 1) / ways
 
@@ -256,18 +251,18 @@ Step = Callable[[jax.Array], jax.Array]
 _DTYPES = ("float32", "bfloat16")
 _PRODUCTS = 5
 _WRITES = 256
-# Two in one turn of the loop need no copy where one cannot write over its input.
+# With two in one turn of the loop, ops that cannot work in place need no copy.
 _TWO_TURNS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSizes:
-    """Probes of rates: programs long enough to hide caches and launches.
+    """Sizes of probes: programs long enough to hide caches and launches.
 
     Attributes:
-      collective_bytes: of a group's tensor; see `Rates.collective_ms`.
-      chain_bytes: what a chain of collectives goes through in all, about.
-      longest_chain: even for the smallest of them; as the shortest a multiple of two.
+      collective_bytes: sizes of groups' tensors; see `Rates.collective_ms`.
+      chain_bytes: approximate sum of sizes in a chain of collectives.
+      longest_chain: largest number of collectives in a chain, even.
     """
 
     collective_bytes: tuple[int, ...]
@@ -278,7 +273,7 @@ class ProbeSizes:
     memory_passes: int
 
     def chain(self, size: int) -> int:
-        """Returns the number of collectives of a size in a chain."""
+        """Returns the number of collectives of a size in a chain: even, at least 2."""
         even = self.chain_bytes // size // 2 * 2
         return max(2, min(self.longest_chain, even))
 
@@ -306,15 +301,15 @@ LARGE = ProbeSizes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateProbe:
-    """A small program that does one thing over and over.
+    """A small program that repeats one operation, such as a collective.
 
     Attributes:
-      parts: what it is, as the beginning of a key.
-      kind: its input, and its result.
-      function: what each device does to its piece of the input: everything.
-      count: how many of the thing it does.
-      work: bytes or operations of one.
-      reads: whether the input is read to the end, so that the result needs room.
+      parts: first parts of its record's key, which name the operation.
+      kind: type of its input, and of its result.
+      function: the whole program, on each device's shard of the input.
+      count: number of repetitions.
+      work: bytes or FLOPs of one operation.
+      reads: True if the input is read to the end, so that a result needs own memory.
     """
 
     parts: Parts
@@ -330,21 +325,20 @@ class RateProbe:
 
     @property
     def inputs(self) -> tuple[InputKind, ...]:
-        """All inputs: the result takes the memory of the last one."""
+        """Types of all inputs; the last one is donated to the result."""
         return (self.kind, self.kind) if self.reads else (self.kind,)
 
     @property
     def feedback(self) -> tuple[tuple[int, int], ...]:
-        """The result is the last input of the next run.
+        """(input, output) positions: the result is the last input of the next run.
 
-        So no run allocates memory while the clock runs: fresh memory costs a CPU more
-        than a collective does.
+        So no timed run allocates memory, which takes a CPU longer than a collective.
         """
         return ((len(self.inputs) - 1, 0),)
 
 
 def probes(mesh: Mesh, sizes: ProbeSizes) -> Iterator[RateProbe]:
-    """Everything that is to be known of a mesh."""
+    """Yields all probes of a mesh: collectives, writes, products and memory."""
     for kind in KINDS:
         for group in axis_groups(mesh.shape.items()):
             for size in sizes.collective_bytes:
@@ -359,11 +353,11 @@ def _collective(
     kind: str, axes: tuple[str, ...], size: int, count: int, mesh: Mesh
 ) -> RateProbe:
     ways = prod(mesh.shape[name] for name in axes)
-    # A device's piece is cut again, into one for each of the others.
+    # Each device's shard must divide into one piece for each device of the group.
     elements = max(1, round(size / (4 * ways * ways))) * ways * ways
     function: Step
     if kind == "all-reduce":
-        # Not two in one turn: a sum of equal numbers may be compiled to a product.
+        # One in a turn: XLA may compile a sum of equal numbers to a product.
         function = partial(_repeat, partial(lax.psum, axis_name=axes), count, 1)
     elif kind == "all-to-all":
         swap = partial(
@@ -374,7 +368,7 @@ def _collective(
         move = lax.all_gather if kind == "all-gather" else lax.psum_scatter
         received = partial(move, axis_name=axes, tiled=True)
         function = partial(_repeat, partial(_with_write, received), count, 1)
-    # Of what is reduced every device holds a whole tensor of its own.
+    # Operands of reductions are whole tensors on each device.
     local = elements // ways if kind in ("all-gather", "all-to-all") else elements
     return RateProbe(
         parts=(
@@ -384,7 +378,7 @@ def _collective(
             ("bytes", str(size)),
             ("chain", str(count)),
         ),
-        # Over all axes, whatever the group: then groups of one size share inputs.
+        # Sharded over all axes for any group, so that groups of one size share inputs.
         kind=_floats(local, mesh),
         function=function,
         count=count,
@@ -407,7 +401,7 @@ def _writes(mesh: Mesh) -> RateProbe:
 
 def _matmul(dtype: str, width: int, mesh: Mesh) -> RateProbe:
     def multiply(x: jax.Array) -> jax.Array:
-        # The first outside of the loop, which then needs no copy of its input.
+        # The first product is outside of the loop, which then needs no copy.
         by_x = partial(lax.dot, rhs=x)
         return _repeat(lambda y: by_x(y), _PRODUCTS - 1, _TWO_TURNS, by_x(x))
 
@@ -441,7 +435,7 @@ def _memory(sizes: ProbeSizes, mesh: Mesh) -> RateProbe:
 
 
 def _floats(local: int, mesh: Mesh) -> InputKind:
-    """Makes so many float32 on each device."""
+    """Returns the type of an input with `local` float32 numbers on each device."""
     return InputKind((local * mesh.size,), "float32", (mesh.axis_names,), True)
 
 
@@ -450,14 +444,13 @@ def _repeat(step: Step, count: int, turns: int, x: jax.Array) -> jax.Array:
 
 
 def _with_write(collective: Step, x: jax.Array) -> jax.Array:
-    # From the last device's piece: the first one's could be had without a collective.
+    # The last device's number: the first one's needs no collective on that device.
     return lax.dynamic_update_slice(x, collective(x)[-1:], (0,))
 
 
 # -------------------------------------------------------- measuring rates by the probes
 
-# Vendors' libraries multiply large matrices as fast as any; to have the compiler try
-# kernels of its own takes seconds.
+# Vendors' libraries are fast enough; tuning Triton's kernels would take seconds.
 _ON_GPUS = {"xla_gpu_enable_triton_gemm": "False"}
 
 
@@ -468,22 +461,25 @@ def build_probe(key: ProfileKey, probe: RateProbe, mesh: Mesh) -> Built | Profil
 
 
 def probe_of(mesh: Mesh, label: str) -> RateProbe:
-    """The probe with a label."""
+    """Returns the probe of a mesh with a label."""
     return next(one for one in probes(mesh, _sizes(mesh)) if one.label == label)
 
 
 def build_probe_here(
     key: ProfileKey, probe: RateProbe, mesh: Mesh
 ) -> Built | ProfileRecord:
-    """Compiles a probe: a failure if the compiler made something else of it."""
+    """Compiles a probe in this process alone.
+
+    Returns the record of a failure if it does not compile, or if the compiled program
+    has other collectives than the probe.
+    """
     sharding = NamedSharding(mesh, partition_spec(probe.kind.spec))
     local = jax.shard_map(
         probe.function,
         mesh=mesh,
         in_specs=sharding.spec,
         out_specs=sharding.spec,
-        # Without this check what was reduced need not be equal everywhere: each
-        # device's copy counts as a piece.
+        # Reduced values count as different shards, although they are equal.
         check_vma=False,
     )
 
@@ -512,7 +508,6 @@ def build_probe_here(
     for collective in built.collectives:
         found[collective.kind] += collective.count
     if found != wanted:
-        # Its time would be that of something else.
         reason = f"expected {wanted} in the program, the compiler made {dict(found)}"
         return built.record("compile_error", reason=reason)
     return built
@@ -524,15 +519,14 @@ _TIMING = TimingOptions(
     max_samples=9,
     target_spread=0.03,
     budget_seconds=0.2,
-    # Where launches run ahead, a sample holds one launch and one wait, which then
-    # weigh little.
+    # A sample includes one launch and one wait, which must be a small share.
     min_sample_ms=10.0,
     min_repeat=1,
 )
 _ONCE = replace(
     _TIMING, warmup_seconds=0.0, min_samples=1, max_samples=1, budget_seconds=0.0
 )
-# Virtual devices are there to try things out: what they take is soon said.
+# Virtual devices are for trials, so that short measurements suffice.
 _CPU_TIMING = replace(
     _TIMING,
     warmup_seconds=0.01,
@@ -545,12 +539,12 @@ _CPU_TIMING = replace(
 def measure_rates(
     mesh: Mesh, store: ProfileStore, options: MeasureOptions | None = None
 ) -> Rates:
-    """Times collectives on each axis of a mesh, and on all together, and compute.
+    """Measures rates of a mesh: collectives over each axis and all, and compute.
 
-    Takes a few seconds, and none if the store knows the devices already.
+    Takes a few seconds; no time if the store has them already.
 
     Raises:
-      CfpError: if the devices do not even run these small programs.
+      CfpError: all probes failed.
     """
     options = options or MeasureOptions()
     mesh, by_key = _probes_by_key(mesh)
@@ -564,8 +558,8 @@ def measure_rates(
         [Task(key=key, label=probe.label) for key, probe in by_key.items()],
         store,
         options.of_rates,
-        # Libraries of collectives open links between GPUs for seconds. What fails here
-        # fails in its turn, and is recorded there.
+        # NCCL opens links between GPUs for seconds. The result of this run is ignored:
+        # a failure repeats when the probe is timed.
         open_links=(lambda task, built: _run(by_key[task.key], mesh, built, _ONCE))
         if is_gpu and not is_shared(mesh)
         else None,
@@ -574,7 +568,7 @@ def measure_rates(
 
 
 def known_rates(mesh: Mesh, store: ProfileStore) -> Rates | None:
-    """The rates of devices that were timed before; None if not all of it is known."""
+    """Returns the stored rates of a mesh; None if any probe was not measured."""
     mesh, by_key = _probes_by_key(mesh)
     found = store.get_many([key.digest for key in by_key])
     if any(key.digest not in found for key in by_key):
@@ -583,7 +577,7 @@ def known_rates(mesh: Mesh, store: ProfileStore) -> Rates | None:
 
 
 def _probes_by_key(mesh: Mesh) -> tuple[Mesh, dict[ProfileKey, RateProbe]]:
-    """The probes, and the mesh that they run on."""
+    """Returns the mesh to measure (as planned), and its probes by key."""
     mesh = planning_mesh(mesh)
     every = ",".join(name for name, size in mesh.shape.items() if size > 1)
     shape = mesh_text(mesh.shape.items())
@@ -593,8 +587,8 @@ def _probes_by_key(mesh: Mesh) -> tuple[Mesh, dict[ProfileKey, RateProbe]]:
         where = (("process_of_device", ",".join(owners)), *where)
 
     def key(probe: RateProbe) -> ProfileKey:
-        # What each device does by itself, or all together, is timed once for all shapes
-        # of a mesh, or else noise would tell them apart.
+        # Operations of single devices, or of all together, have one record for all mesh
+        # shapes. Otherwise noise would make shapes differ.
         parts = dict(probe.parts)
         axes = parts.get("axes")
         if axes == every:
@@ -624,11 +618,11 @@ def _run(
 
 
 def _rates(mesh: Mesh, measured: list[tuple[RateProbe, ProfileRecord]]) -> Rates:
-    """Computes rates from records, with defaults for single failures."""
+    """Computes rates from records; failed probes get values of `Rates.default`."""
     if not any(record.ok for _, record in measured):
         first = measured[0][1]
         raise CfpError(
-            "The devices ran none of the small programs that time them: "
+            "All small programs that measure the devices failed: "
             f"{first.status}: {first.reason}. Stop other programs that use them, "
             "and measure again with --retry-failures or "
             "PlannerSettings(retry_failures=True)."
@@ -637,7 +631,7 @@ def _rates(mesh: Mesh, measured: list[tuple[RateProbe, ProfileRecord]]) -> Rates
     points: dict[tuple[str, tuple[str, ...]], list[tuple[int, float]]] = {}
     flops = dict(fallback.matmul_flops_per_ms)
     memory = fallback.memory_bytes_per_ms
-    write_ms = 0.0  # To write one number into an array.
+    write_ms = 0.0  # Time to write one number into an array.
     for probe, record in measured:
         if record.ok and probe.parts[0] == ("what", "write"):
             write_ms = record.time_ms / probe.count

@@ -1,8 +1,8 @@
-"""One process of a program leads; the others carry out its jobs in a loop.
+"""Coordinates the processes of one program: process 0 leads, the others follow.
 
-All processes must run the same programs equally often: a collective waits for every
-device, for ever if need be. So process 0 plans as if it were alone. It sends each job
-to the others before its own part, and reads their answers after it. A job has a number;
+All processes must run the same programs equally often, as a collective waits for every
+device, possibly for ever. So process 0 plans as if it were alone. It sends each job to
+the others before its own part, and reads their answers afterwards. A job has a number;
 its messages are deleted once all have answered.
 """
 
@@ -31,15 +31,15 @@ from jax.sharding import Mesh
 from cfp.errors import ProcessError
 from cfp.program.jaxprs import Channel, open_channel
 
-# How long others may take for what this process has finished: a build may take half an
-# hour. A process that died is found out by jax.distributed, by its heartbeats.
+# Longest wait for another process's message: a build may take half an hour. Dead
+# processes are found sooner, by the heartbeats of jax.distributed.
 TIMEOUT_SECONDS = 2400.0
-# Or once something failed here: it fails there, too, or the other is gone.
+# The same after a failure here, which usually happens in all processes at once.
 AFTER_A_FAILURE_SECONDS = 15.0
 _END = "the end"
 _LOOK_SECONDS = 1.0
-# From hearing that another has failed to the end of a process that does not react:
-# its devices wait for the other's, which nothing can interrupt.
+# Time between the failure of another process and the end of this one, if it does not
+# react: its devices wait for the failed one's, which nothing can interrupt.
 _GRACE_SECONDS = 5.0
 _FAILED = "failed"
 _AGAIN = "Then start all processes again: records are kept."
@@ -47,23 +47,23 @@ _AGAIN = "Then start all processes again: records are kept."
 
 @dataclass(frozen=True, eq=False)
 class Said:
-    """A job of all processes: while it lives, followers keep what they built for it."""
+    """A job's number; while the object lives, followers keep the job's program."""
 
     number: int
 
 
 @dataclass(slots=True)
 class Coordination:
-    """The messages of all processes in turn; one for each client of `jax.distributed`.
+    """Messages between all processes, over the client of `jax.distributed`.
 
     Attributes:
-        epoch: how many times processes began to work together.
-        number: how many jobs there were in this epoch.
-        is_on: True while processes work together.
-        hosts: names of all processes' hosts, once they have met.
-        least_bytes: the least memory of any process's device; 0 if not known.
-        failure: of this process in the job that it is at, after which no answer may
-            come.
+        epoch: number of `coordinated` contexts so far.
+        number: number of jobs in this epoch.
+        is_on: True inside of `coordinated`.
+        hosts: ``[process]`` host names, after `meet`.
+        least_bytes: least memory of any process's device; 0 if unknown.
+        failure: reason of this process's failure in its current job; "" without one.
+            It shortens the wait for others.
     """
 
     channel: Channel
@@ -80,11 +80,11 @@ class Coordination:
 
     @property
     def leads(self) -> bool:
-        """True if this process decides."""
+        """True in process 0."""
         return self.channel.process == 0
 
     def say(self, job: str, *arguments: Any) -> Said:
-        """Has all followers do a job."""
+        """Sends a job to all followers."""
         with self._lock:
             self.number += 1
             self._alive.add(said := Said(self.number))
@@ -93,20 +93,20 @@ class Coordination:
         return said
 
     def answers(self, said: Said) -> list[Any]:
-        """Reads all followers' answers to a job, in order."""
+        """Waits for all followers' answers to a job, in order of processes."""
         others = range(1, self.channel.count)
         found = [self._read(f"{said.number}/{n}", n) for n in others]
         self.channel.forget(f"{self._folder}/{said.number}")
         return found
 
     def settle(self, said: Said, failure: str) -> None:
-        """Makes sure that a run failed in all processes, or in none.
+        """Checks that a run failed in all processes, or in none.
 
         Args:
-            failure: of the run in this process; "" if it did not fail.
+            failure: reason of the failure in this process; "" if the run succeeded.
 
         Raises:
-            ProcessError: it failed in some only, or another process is gone.
+            ProcessError: the run failed in some processes only, or one does not answer.
         """
         self.failure = failure
         found = [failure, *self.answers(said)]
@@ -124,9 +124,9 @@ class Coordination:
         """Carries out the leader's jobs until the end, and returns the leader's result.
 
         Args:
-            jobs: functions of a job's number and arguments. They return an answer, or
-                the reason of a failure here, so that the leader does not wait for ever.
-            keep: releases built programs, but for those of some numbers.
+            jobs: ``{job: function of a job's number and arguments}``. Functions call
+                `answer`, and return the reason of a failure here, or an empty value.
+            keep: releases built programs, except those of the given job numbers.
         """
         while True:
             self.number += 1
@@ -138,28 +138,28 @@ class Coordination:
             self.failure = jobs[job](self.number, *arguments) or ""
 
     def answer(self, number: int, value: Any) -> None:
-        """Answers a job."""
+        """Sends this process's answer to a job."""
         self._put(f"{number}/{self.channel.process}", value)
 
     def broadcast(self, value: Any) -> Any:
-        """Ends the followers' loops with the leader's value."""
+        """Ends the followers' loops; `follow` returns the value there."""
         self.answers(self.say(_END, value))
         return value
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, in order, in each of them."""
+        """Returns the values of all processes, in order, in every process."""
         if self.leads:
             return self.broadcast([value, *self.answers(self.say("gather"))])
         return self.follow({"gather": lambda n: self.answer(n, value) or ""}, id)
 
     def meet(self, facts: Mapping[str, str], memory_bytes: int) -> None:
-        """Compares facts of all processes, and learns their hosts and memory.
+        """Checks that all processes have equal facts; sets `hosts` and `least_bytes`.
 
         Args:
-            memory_bytes: of a device; 0 if it does not say.
+            memory_bytes: memory of this process's device; 0 if unknown.
 
         Raises:
-            ProcessError: one differs.
+            ProcessError: a fact differs.
         """
         found = self.gather((facts, socket.gethostname(), memory_bytes))
         every, hosts, sizes = zip(*found, strict=True)
@@ -168,34 +168,30 @@ class Coordination:
         self.hosts, self.least_bytes = hosts, min(sizes)
 
     def order(self, said: Said) -> Callable[[int], None]:
-        """Says to the followers of a job how often to execute; 0 is the last."""
+        """Returns a function that tells followers a number of executions; 0 ends."""
         steps = itertools.count()
         return lambda times: self._put(f"{said.number}/order/{next(steps)}", times)
 
     def orders(self, number: int) -> Iterator[int]:
-        """The leader's orders within a job, in a follower."""
+        """Yields the leader's numbers of executions for a job, until 0."""
         places = (f"{number}/order/{step}" for step in itertools.count())
         return iter(lambda: self._read(next(places), 0), 0)
 
     def check_others(self) -> None:
-        """Checks that no other process has failed in this epoch.
-
-        Raises:
-            ProcessError: one has.
-        """
+        """Raises ProcessError if another process has failed in this epoch."""
         for number, text in self.channel.below(f"{self._folder}/{_FAILED}").items():
             if int(number) != self.channel.process:
                 raise ProcessError(
                     f"Process {number} of this program has failed, and so this one "
-                    f"ends: {text}. See what it printed. {_AGAIN}"
+                    f"ends: {text}. Read its output. {_AGAIN}"
                 )
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others that this process fails."""
+        """Tells the other processes the error with which this one fails."""
         text = str(error).strip() or type(error).__name__
         if not isinstance(error, ProcessError):
             text = f"{type(error).__name__}: {text}"
-        # The coordinator may be what is gone; the error itself says more than that.
+        # The coordinator may be gone; the error itself is more useful than that.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             key = f"{self._folder}/{_FAILED}/{self.channel.process}"
             self.channel.put(key, f"{text} [{socket.gethostname()}, pid {os.getpid()}]")
@@ -207,7 +203,7 @@ class Coordination:
     def _put(self, place: str, value: Any) -> None:
         made = io.BytesIO()
         pickler = pickle.Pickler(made)
-        # Meshes travel: devices have the same numbers everywhere.
+        # Devices in meshes are sent as their ids, which are equal in all processes.
         own = {type(jax.devices()[0]): lambda device: (_device, (device.id,))}
         pickler.dispatch_table = copyreg.dispatch_table | own
         pickler.dump(value)
@@ -215,10 +211,10 @@ class Coordination:
         self.channel.put(f"{self._folder}/{place}", text)
 
     def _read(self, place: str, other: int) -> Any:
-        """Waits for another process's message, for less long after a failure here.
+        """Waits for another process's message; after a failure here, only shortly.
 
         Raises:
-            ProcessError: another process has failed, or this one is gone.
+            ProcessError: another process has failed, or does not answer in time.
         """
         most = self.after_failure if self.failure else self.timeout_seconds
         end = time.monotonic() + most
@@ -232,9 +228,9 @@ class Coordination:
                     f"without the others: {self.failure.splitlines()[0]}. "
                 )
                 raise ProcessError(
-                    f"{why}Process {other} of {self.channel.count} does not answer: it "
-                    f"gave no word for {most:.0f} s, is gone, or hangs. See what it "
-                    f"printed. {_AGAIN}"
+                    f"{why}Process {other} of {self.channel.count} does not answer "
+                    f"(waited {most:.0f} s): it has ended, or hangs. Read its output. "
+                    f"{_AGAIN}"
                 )
         return pickle.loads(base64.b64decode(text))
 
@@ -246,10 +242,10 @@ def _device(number: int) -> Any:
 def check_alike(
     leaders: Mapping[str, str], facts: Mapping[str, str], process: int
 ) -> None:
-    """Compares facts of the leader with those of another process.
+    """Compares facts, {name: text}, of the leader and another process.
 
     Raises:
-        ProcessError: they differ in one.
+        ProcessError: a fact differs.
     """
     for name in dict.fromkeys((*leaders, *facts)):
         one, other = leaders.get(name, "nothing"), facts.get(name, "nothing")
@@ -262,12 +258,12 @@ def check_alike(
 
 
 def coordination() -> Coordination | None:
-    """This program's; None where it has one process."""
+    """Returns the messages of this program's processes; None with one process."""
     channel = open_channel()
     return None if channel is None else _of_channel(channel)
 
 
-# It counts what was said, and there is one client in a process.
+# One object for each process, since it counts messages.
 _of_channel = lru_cache(maxsize=1)(Coordination)
 
 
@@ -281,18 +277,18 @@ def is_shared(mesh: Mesh) -> bool:
 
 
 def talk_of(mesh: Mesh) -> Coordination | None:
-    """The messages to the others of a mesh; None if all devices are this process's.
+    """Returns the messages to a mesh's other processes; None if all devices are here.
 
     Raises:
-        ProcessError: some processes have no device, or cannot be talked to.
+        ProcessError: a process has no device in the mesh, or jax.distributed is off.
     """
     if not is_shared(mesh):
         return None
     talk, theirs = coordination(), sorted(_processes(mesh))
     if talk is None or len(theirs) < jax.process_count():
         raise ProcessError(
-            "The mesh leaves out processes of this program, or they cannot be talked "
-            f"to: its devices are of processes {theirs} of {jax.process_count()}. Make "
+            "The mesh leaves out processes of this program, or they cannot be reached: "
+            f"its devices are of processes {theirs} of {jax.process_count()}. Make "
             f"a mesh of all {jax.device_count()} devices, and call cfp.join() or "
             "jax.distributed.initialize() in every process before any other use of JAX."
         )
@@ -300,10 +296,10 @@ def talk_of(mesh: Mesh) -> Coordination | None:
 
 
 def leading(mesh: Mesh) -> Coordination | None:
-    """The messages to followers; None if all devices of a mesh are this process's.
+    """Returns the messages to followers; None if all devices of a mesh are here.
 
     Raises:
-        ProcessError: nothing is planned by all of them now.
+        ProcessError: the processes are not `coordinated` now, or this one follows.
     """
     talk = talk_of(mesh)
     if talk is not None and not (talk.is_on and talk.leads):
@@ -316,10 +312,11 @@ def leading(mesh: Mesh) -> Coordination | None:
 
 @contextlib.contextmanager
 def coordinated(meshes: Iterable[Mesh]) -> Iterator[Coordination | None]:
-    """Has processes with devices of one of some meshes work together.
+    """Context in which the processes of the first shared mesh work together.
 
-    Meanwhile a thread watches for a failure. A process that does not react to one,
-    because its devices wait for the failed one's, is ended with a message.
+    Yields None if all devices are this process's. A thread watches for failures of
+    other processes. If this process does not react to one, since its devices wait for
+    the failed one's, the thread ends it with a message.
     """
     talks = map(talk_of, meshes)
     if (talk := next((one for one in talks if one is not None), None)) is None:

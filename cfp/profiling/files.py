@@ -1,7 +1,7 @@
 """Files and folders that only their owner may read or write, and locks on files.
 
-Measurements decide compiler options, and contain file names and programs of a user. So
-other users of the machine can neither read the cache nor write to it.
+The cache has a user's file names and programs, and its measurements decide compiler
+options. So other users of the machine can neither read nor write it.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from cfp.errors import CfpError
 
 _FOLDER_MODE = 0o700
 _FILE_MODE = 0o600
-# In C from end to end: an interrupt in a function of Python would lose the open file.
+# A C function: an interrupt in a Python function could lose the open file.
 _opener = partial(os.open, mode=_FILE_MODE)
 
 
 def cache_dir() -> Path:
-    """`$CFP_CACHE_DIR`, else `$XDG_CACHE_HOME/cfp`, else `~/.cache/cfp`.
+    """Returns `$CFP_CACHE_DIR`, else `$XDG_CACHE_HOME/cfp`, else `~/.cache/cfp`.
 
     Raises:
-      CfpError: none of them says where.
+      CfpError: neither variable is set, and the user has no home directory.
     """
     if chosen := os.environ.get("CFP_CACHE_DIR"):
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has relative paths ignored.
+    # The XDG specification ignores relative paths.
     if os.path.isabs(base):
         return Path(base) / "cfp"
     try:
         return Path.home() / ".cache" / "cfp"
     except RuntimeError as error:  # The user has no entry in the password database.
         raise CfpError(
-            "There is no home directory for the profile cache. Set CFP_CACHE_DIR to a "
-            "directory that can be written."
+            "The user has no home directory for the profile cache. Set CFP_CACHE_DIR "
+            "to a writable directory."
         ) from error
 
 
 def make_private_folder(path: Path) -> None:
     """Makes a folder of mode 0700 if it is missing.
 
-    Missing folders above it get the usual mode; existing folders stay.
+    Missing parents get the usual mode; existing folders keep theirs.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=_FOLDER_MODE, exist_ok=True)
 
 
 def open_private(path: Path, mode: str) -> IO[Any]:
-    """Opens a file to write; if it is new only its owner may read it."""
+    """Opens a file; a new one gets mode 0600. `mode` is as for `open`."""
     return open(path, mode, opener=_opener)
 
 
@@ -67,7 +67,7 @@ def make_private(path: Path) -> None:
     try:
         open_private(path, "xb").close()
     except FileExistsError:
-        # Another user's, and one on a file system without modes, stays as it is.
+        # Files of other users, or on file systems without modes, do not change.
         with contextlib.suppress(OSError):
             if path.is_file():
                 path.chmod(_FILE_MODE)
@@ -80,10 +80,10 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 @contextlib.contextmanager
 def locked(path: Path, waits: bool = True) -> Iterator[bool]:
-    """Locks a private file, while the body runs, for this opener alone.
+    """Holds an exclusive lock on a private file while the body runs.
 
-    Yields False if another opener has it, and this one does not wait. Where there are
-    no file locks (some network file systems) it does nothing.
+    Yields True with the lock; False if another process or thread has it and `waits` is
+    False. On file systems without locks (some network ones), yields True unlocked.
     """
     is_ours = True
     with open_private(path, "ab") as file:

@@ -1,4 +1,4 @@
-"""The jobs of a process that follows: it builds and runs what the leader says."""
+"""Jobs of following processes: they build and run the programs that process 0 names."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from cfp.profiling.tasks import Task
 from cfp.profiling.timing import Run
 from cfp.program.graph import Program
 
-# Makes a program of the name of a variant, and of what of its state is in the host.
+# Traces a program, from a variant's name and the part of its state in host memory.
 Trace = Callable[[str, Sequence[tuple[int, int]]], Program]
 
 
 def follow(talk: Coordination, make: Trace, environment: BuildEnvironment) -> Any:
-    """Does the leader's jobs until the end, and returns the leader's outcome."""
+    """Carries out the leader's jobs until the end, and returns the leader's result."""
     programs = dict[str, Program]()
     built = dict[int, Future[Built | ProfileRecord]]()
 
     def trace(number: int, name: str, in_host: Sequence[tuple[int, int]]) -> None:
-        """Traces a variant; answers with the fingerprint of its program."""
+        """Traces a variant; answers with its program's fingerprint, or "none: ..."."""
         try:
             program = make(name, in_host)
         except CfpError as error:
@@ -68,7 +68,7 @@ def follow(talk: Coordination, make: Trace, environment: BuildEnvironment) -> An
         def run_all(execute: Run) -> tuple[float]:
             for times in talk.orders(number):
                 execute(times)
-            return (0.0,)  # The leader has the time.
+            return (0.0,)  # Only the leader's times count.
 
         kinds, mesh, feedback = how
         record = execute_here(program, kinds, mesh, feedback, run_all)

@@ -1,11 +1,10 @@
-"""Makes random arguments for a program, each piece on the device that holds it.
+"""Makes random arguments for a program, each shard on its device.
 
-The values affect times. Zeros, and numbers of one sign, take less power than real
-numbers, so that clocks stay higher. NaN and infinite values slow some kernels down.
-Token ids below 128 read 128 rows of an embedding, which stay in a cache, and its
-gradient sums into as few rows; a real step reads rows from everywhere. So integers that
-pick rows of a tensor range over all of its rows, and integers compared with ``0, 1, 2,
-...`` over all of these numbers.
+Values affect times. Zeros, and numbers of one sign, take less power than usual numbers,
+so that clocks stay higher. NaN and infinite values slow some kernels down. Token ids
+below 128 would read only 128 rows of an embedding, which stay in a cache, and its
+gradient would add into as few rows. So integers that select rows of a tensor range over
+all its rows, and integers compared with ``0, 1, 2, ...`` over all these numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from cfp.program.memory import auto_mesh
 from cfp.program.part import Part, aval, is_key, key_name, signature
 
 _EQUAL = "comparison_direction EQ"
-# What leaves a number as it is, or about as large: where in the operands it stands.
+# Ops whose result is about as large as some operands, with the operands' positions.
 _SAME = {
     "add": (0, 1),
     "and": (0, 1),
@@ -50,7 +49,7 @@ _SAME = {
 
 
 def counts(program: Program, ops: tuple[int, ...]) -> dict[int, int]:
-    """For values that pick something in top-level ops, out of how many at least."""
+    """Returns {value: least number of rows} for values from which indices follow."""
     found: dict[int, int] = {}
     for op_id in program.with_bodies(ops):
         for value, count in _picks(program, program.ops[op_id]):
@@ -60,14 +59,14 @@ def counts(program: Program, ops: tuple[int, ...]) -> dict[int, int]:
 
 
 def _picks(program: Program, op: Op) -> list[tuple[int, int]]:
-    """(value, out of how many it picks)."""
+    """Returns (value, number of rows) for values by which an op selects."""
     if op.kind in ("gather", "scatter"):
         is_gather = op.kind == "gather"
         dims = op.integers(
             "start_index_map" if is_gather else "scatter_dims_to_operand_dims"
         )
         shape = program.values[op.operands[0]].shape
-        # A scatter of several arrays has its indices behind them.
+        # A scatter's operands are n arrays, then the indices, then n updates.
         indices = op.operands[1 if is_gather else len(op.operands) // 2]
         return [(indices, min(shape[d] for d in dims))] if dims else []
     if op.kind == "compare" and _EQUAL in op.attributes:
@@ -78,7 +77,7 @@ def _picks(program: Program, op: Op) -> list[tuple[int, int]]:
 
 
 def _counted(program: Program, value: int) -> int:
-    """Returns the count of a value that is 0, 1, 2, ... along a dim; or 0."""
+    """Returns n if a value is 0, 1, ..., n - 1 along a dim; otherwise 0."""
     for source in sources(program, value):
         producer = program.values[source].producer
         op = program.ops[producer] if producer >= 0 else None
@@ -89,7 +88,10 @@ def _counted(program: Program, value: int) -> int:
 
 
 def sources(program: Program, value: int) -> set[int]:
-    """The values that a value is made of without growing, itself among them."""
+    """Returns values from which a value follows by ops that keep its size, and itself.
+
+    These ops are casts, slices, reshapes, sums and the like (`_SAME`).
+    """
 
     def before(v: int) -> Iterable[int]:
         one = program.values[v]
@@ -103,8 +105,8 @@ def sources(program: Program, value: int) -> set[int]:
     return {*reached([value], before)}
 
 
-# All floats lie between these, which even eight bits hold as numbers above zero
-# and no larger than 0.02; or, of both signs, between the larger and its negative.
+# Limits of positive floats: even 8-bit types have them as numbers above zero and at
+# most 0.02. Signed floats lie between the larger and its negative.
 _SMALLEST_FLOAT = 0.002
 _LARGEST_FLOAT = 0.0199
 _INTEGER_BITS = 7
@@ -112,16 +114,16 @@ _INTEGER_BITS = 7
 
 @dataclass(frozen=True, slots=True)
 class InputKind:
-    """Known properties of an input.
+    """Properties from which an input is made.
 
     Attributes:
-      shape: of the whole array.
-      dtype: its name, as numpy and JAX write it.
-      signed: True if its floats have both signs, False if all are above zero.
-      count: of integers that pick something, out of how many; 0 for others.
-      given: the bytes of its value, if the caller gave one; otherwise empty.
-      key: the name of its kind of random keys, if it is one; else empty.
-      memory: the memory kind, if it is in the host's memory; else empty.
+      shape: shape of the global array.
+      dtype: name of its type in numpy and JAX.
+      signed: True for floats of both signs, False for floats above zero.
+      count: for integers that select rows, the number of rows; otherwise 0.
+      given: bytes of the value, if the user gave one; otherwise empty.
+      key: name of the random key implementation; "" if the input is no key.
+      memory: memory kind of the host; "" on the device.
     """
 
     shape: tuple[int, ...]
@@ -137,7 +139,7 @@ class InputKind:
 def input_kinds(
     program: Program, part: Part, specs: Sequence[Spec]
 ) -> tuple[InputKind, ...]:
-    """The kinds of a part's inputs under these shardings."""
+    """Returns the kinds of a part's inputs, in order, under shardings `specs`."""
     avals = [aval(program, value) for value in part.inputs]
     positive = above_zero(program, part.ops)
     picking = counts(program, part.ops)
@@ -166,14 +168,14 @@ def make_inputs(
 ) -> list[jax.Array]:
     """Makes one array for each kind.
 
-    Floats are at most 0.02, so that many layers in a row stay finite, and positive for
-    logarithms or square roots. Integers that pick rows lie anywhere among the rows.
-    Others lie between 0 and 127, or less for narrow types, and a single one is 1.
-    Booleans are mixed, a single one is true. Values of the caller take precedence.
+    Floats are at most 0.02, so that results of many layers stay finite, and positive
+    for logarithms or square roots. Integers that select rows range over all rows. Other
+    integers are 0 to 127, or less for narrow types; scalars are 1. Booleans are mixed;
+    scalars are True. Given values take precedence.
 
     Args:
-      kinds: types of the arrays. Equal kinds share an array.
-      donated: positions that get an array of their own, to be overwritten.
+      kinds: kinds of the arrays; equal ones share an array.
+      donated: positions of donated arguments, which share no array.
     """
     shared: dict[InputKind, jax.Array] = {}
     arrays = []
@@ -189,15 +191,15 @@ def make_inputs(
 
 @lru_cache(maxsize=4096)
 def generator(kind: InputKind, mesh: Mesh) -> jax.stages.Compiled:
-    """A compiled function without arguments that makes a new array of a kind.
+    """Compiles a function without arguments that makes an array of a kind; cached.
 
-    Calling this ahead, in a thread, saves compiling when the array is wanted.
+    An earlier call in a thread saves compiling when the array is needed.
     """
     is_gpu = mesh.devices.flat[0].platform in GPU_PLATFORMS
-    # Types of 64 bits are cut without this; the others are unaffected.
+    # Otherwise 64-bit types would become 32-bit ones.
     with jax.enable_x64(True):
         made = jax.eval_shape(partial(_made, kind))
-        # Inside of a program keys have dims that JAX does not show.
+        # Random keys have further dims inside of a program.
         spec = partition_spec(kind.spec, len(made.shape))
         sharding = NamedSharding(auto_mesh(mesh), spec)
         if kind.memory:
@@ -221,12 +223,12 @@ def random_values(
     count: int = 0,
     salt: int = 0,
 ) -> jax.Array:
-    """Small random numbers; see `make_inputs`.
+    """Makes small random numbers; `make_inputs` has their ranges.
 
     Args:
-      signed: True if floats have both signs, False if all are above zero.
-      count: of integers that pick something, out of how many; 0 for others.
-      salt: below 2**32; with another one all are others.
+      signed: True for floats of both signs, False for floats above zero.
+      count: for integers that select rows, the number of rows; otherwise 0.
+      salt: seed, below 2**32.
     """
     bits = hashed_bits(shape, salt)
     if dtype == jnp.bool_:
@@ -251,13 +253,13 @@ def random_values(
 
 
 def hashed_bits(shape: tuple[int, ...], salt: int = 0) -> jax.Array:
-    """32 bits for each element that look random and follow from its indices.
+    """Hashes each element's indices to 32 bits (uint32) that look random.
 
-    Unlike `jax.random`, it compiles to a few elementwise operations, which every
-    device computes for its own piece.
+    Unlike `jax.random`, it compiles to a few elementwise operations, which every device
+    computes for its own shard.
 
     Args:
-      salt: below 2**32; with another one all are others.
+      salt: seed, below 2**32.
     """
     bits = jnp.full(shape, 0x9E3779B9 ^ salt, jnp.uint32)
     for dim in range(len(shape)):
@@ -270,21 +272,20 @@ def hashed_bits(shape: tuple[int, ...], salt: int = 0) -> jax.Array:
 
 # ---------------------------------------------------- inputs that must not be negative
 
-# A second moment whose root is taken, or what something is divided by, must be
-# positive, or all becomes NaN. Everything else is better of both signs, as in earnest:
-# a matrix product of positive numbers alone takes less power, and a device that it
-# leaves cooler seems faster than it will be.
+# Operands of square roots (second moments) and divisors must be positive; otherwise
+# results are NaN. Other inputs have both signs, as in training: products of positive
+# numbers take less power, so that a cooler device would seem faster.
 
-# Of these ops the operand must be above zero.
+# Positions of operands that must be above zero.
 _DOMAINS = {"sqrt": 0, "rsqrt": 0, "cbrt": 0, "log": 0, "power": 0, "divide": 1}
-# What these make does not depend on their operands' signs alone.
+# Ops for which signs of the result do not follow from signs of the operands.
 _BARRIERS = frozenset(
     {"dot_general", "convolution", "exponential", "logistic", "abs", "square"}
 )
 
 
 def above_zero(program: Program, ops: tuple[int, ...]) -> frozenset[int]:
-    """The values that must be above zero for some top-level ops to make sense."""
+    """Returns values that must be above zero, or some top-level ops give NaN."""
     every = (program.ops[op_id] for op_id in program.with_bodies(ops))
     first = [op.operands[_DOMAINS[op.kind]] for op in every if op.kind in _DOMAINS]
 
@@ -298,7 +299,7 @@ def above_zero(program: Program, ops: tuple[int, ...]) -> frozenset[int]:
 
 
 def _operands(op: Op, v: int) -> tuple[int, ...]:
-    """The operands that the sign of a result follows from."""
+    """Returns the operands that decide the sign of an op's result `v`."""
     is_square = op.kind == "multiply" and op.operands[0] == op.operands[1]
     if op.kind in _BARRIERS or is_square:
         return ()

@@ -1,8 +1,7 @@
-"""Types of a plan's fields, by which a file of it is checked when it is read.
+"""Reads and writes plan files; checks each field's type, range and references.
 
-Each field has the type, range and references that it should, or the file is refused
-with the first reason. Numbers of values and ops are checked when the plan meets the
-step's program (:mod:`cfp.program.constrain`).
+A damaged file is refused with the first reason. Numbers of values and ops are checked
+later, against the step's program (:mod:`cfp.program.constrain`).
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ from cfp.program.replace import Recorded, Replacement
 
 FORMAT = 15
 
-_MOST_BYTES = 64 * 2**20  # The plan of 96 layers has one or two megabytes.
+_MOST_BYTES = 64 * 2**20  # A plan of 96 layers has one or two megabytes.
 _MOST_AXES = 16
 _MOST_DIMS = 64
 _MOST_DEVICES = 2**20
 
 _TYPE = r"[a-z][a-z0-9_]*(<[a-z0-9_]+>)?\[(\d{1,15}(,\d{1,15})*)?\]"
-# What files and `--json` have beside a plan's fields.
+# Fields of files and of `--json` that are not a plan's.
 _BESIDE = frozenset({"format", "throughput"})
 
 _Item = TypeVar("_Item")
@@ -56,7 +55,7 @@ _Plan = TypeVar("_Plan")
 
 @dataclass(frozen=True, slots=True)
 class ReadAs:
-    """Annotation of a field that files have as another type, which it is made of."""
+    """Annotation of a field that files store as `kind`, from which `make` makes it."""
 
     kind: Any
     make: Callable[[Any], Any] = lambda value: value
@@ -64,18 +63,18 @@ class ReadAs:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> Any:
-        """Returns the schema of what a file has."""
+        """Returns pydantic's schema of the stored type."""
         return handler.generate_schema(Annotated[self.kind, AfterValidator(self.make)])
 
 
 def _mesh(info: ValidationInfo) -> dict[str, int]:
-    """Returns the sizes of the mesh's axes, which `mesh_axes` puts there."""
+    """Returns sizes of the mesh's axes, which the check of `mesh_axes` stores."""
     assert info.context is not None
     return info.context
 
 
 def _count(info: ValidationInfo, name: str) -> int:
-    """Counts the items of a field that stands before this one."""
+    """Counts the items of an earlier field."""
     return len(info.data.get(name, ()))
 
 
@@ -109,7 +108,7 @@ _Axis = tuple[Name, Annotated[int, Field(strict=True, ge=2, le=_MOST_DEVICES)]]
 
 
 def _is_mesh(axes: tuple[_Axis, ...], info: ValidationInfo) -> tuple[_Axis, ...]:
-    # Quotes would end the name in the text of a program.
+    # Quotes in a name would end it in the module's text.
     names = [name for name, _ in axes]
     if not all(names) or len({*names}) < len(names) or {*'"\\'} & {*"".join(names)}:
         raise ValueError("each axis by a name of its own")
@@ -124,7 +123,7 @@ def _fit(specs: tuple[Spec, ...], info: ValidationInfo) -> tuple[Spec, ...]:
     _for_each(specs, info)
     for kind, spec in zip(types, specs, strict=False):
         shape = shape_of(kind)
-        # Inside of a program keys of random numbers have one dim more than JAX shows.
+        # Inside of a program, random keys have one dim more than JAX shows.
         hidden = 1 if "<" in kind else 0
         if not len(shape) <= len(spec) <= len(shape) + hidden:
             raise ValueError(f"{len(shape)} dims, for {kind}")
@@ -142,7 +141,7 @@ def _for_each(items: tuple[_Item, ...], info: ValidationInfo) -> tuple[_Item, ..
 
 def _are_there(positions: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
     if max(positions, default=-1) >= _count(info, "arg_names"):
-        raise ValueError("arguments, of those there are")
+        raise ValueError("positions of arguments")
     return positions
 
 
@@ -152,7 +151,7 @@ def _are_leaves(
     sides = zip(*pairs, strict=True)
     for side, leaves in zip(sides, ("arg_names", "output_specs"), strict=False):
         if len({*side}) < len(side) or max(side) >= _count(info, leaves):
-            raise ValueError("every argument and result once, of those there are")
+            raise ValueError("positions of arguments and results, each once")
     return pairs
 
 
@@ -194,12 +193,12 @@ def _are_known(
     stored = [one.argument for segment in segments for one in segment.parameters]
     count = _count(info, "arg_names")
     if len({*stored}) < len(stored) or max(stored, default=-1) >= count:
-        raise ValueError("every parameter once, of the arguments there are")
+        raise ValueError("positions of arguments, each parameter once")
     owned = {one for segment in segments for one in segment.parameters}
     for segment in segments:
         shared = {*segment.shared}
         if segment.parameters and shared:
-            raise ValueError("nothing shared beside parameters of its own")
+            raise ValueError("either own parameters or shared ones")
         if len(shared) < len(segment.shared) or not shared <= owned:
             raise ValueError("each shared parameter once, as its segment stores it")
     if not {pair for one in segments for pair in one.kernels} <= known_kernels():
@@ -211,7 +210,7 @@ def _are_blocks(rows: tuple[PlanRow, ...], info: ValidationInfo) -> tuple[PlanRo
     _check_once((row.block for row in rows), "block")
     count = _count(info, "segments")
     if not all(row.segment < count for row in rows):
-        raise ValueError(f"blocks of the {count} segments there are")
+        raise ValueError(f"blocks of {count} segments")
     for row in rows:
         _on_mesh((tuple(one.axis for one in row.strategy),), info)
     return rows
@@ -223,13 +222,13 @@ _Ops = Annotated[tuple[Count, ...], Field(min_length=1), AfterValidator(_in_orde
 
 
 class _Part(BaseModel):
-    """A part of the file, without other fields than its own."""
+    """Base of parts of a file; unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class _Constrained(_Part):
-    """Values, and uses as (op, operand), that have one sharding."""
+    """Values, and uses as (op, operand), that share a sharding."""
 
     spec: SpecOnMesh
     values: tuple[Count, ...]
@@ -245,12 +244,12 @@ class _Recomputed(_Part):
 
 def _known(how: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
     if not {word.rpartition("=")[0] for word in how[1:]} <= _mesh(info).keys():
-        raise ValueError("a kernel, and what axes of the mesh do")
+        raise ValueError("a kernel, and roles of the mesh's axes")
     return how
 
 
 class _Replaced(_Part):
-    """An op that another function takes the place of: a kernel, and its axes' roles."""
+    """An op that a kernel replaces; `how` has the kernel and roles of mesh axes."""
 
     name: Name
     op: Count
@@ -271,7 +270,7 @@ class _Inside(_Part):
     replaced: tuple[_Replaced, ...]
 
     def constraints(self) -> Constraints:
-        """Returns them as plans have them."""
+        """Returns the constraints as `Plan.constraints`."""
         functions = ((one.name, one.op, (), Recorded(one.how)) for one in self.replaced)
         return Constraints(
             {v: one.spec for one in self.shardings for v in one.values},
@@ -285,14 +284,14 @@ class _Inside(_Part):
 
 
 Inside = Annotated[Constraints, ReadAs(_Inside, _Inside.constraints)]
-# A field that files do not have: a plan has it in one process alone.
+# A field of a plan in this process alone, which files do not have.
 Local = Annotated[_Item | None, ReadAs(None)]
 
 # ---------------------------------------------------------------------- the whole file
 
 
 def constraints_to_json(constraints: Constraints) -> dict[str, Any]:
-    """Constraints as JSON; see :class:`_Inside`."""
+    """Converts constraints to JSON; see :class:`_Inside`."""
     groups: dict[Spec, dict[str, Any]] = {}
     for value, spec in sorted(constraints.values.items()):
         groups.setdefault(spec, {"values": [], "uses": []})["values"].append(value)
@@ -309,20 +308,20 @@ def constraints_to_json(constraints: Constraints) -> dict[str, Any]:
 
 
 def file_text(plan: Any, here: Collection[str]) -> str:
-    """Returns a plan as JSON text, as :func:`read_plan` reads it again.
+    """Returns a plan as JSON text for :func:`read_plan`.
 
     Args:
         here: fields that files do not have.
     """
     names = [one.name for one in fields(plan) if one.name not in here]
     data = {"format": FORMAT} | {name: getattr(plan, name) for name in names}
-    # What was never found out is infinite, and JSON has no word for that.
+    # Unknown numbers are infinite, which JSON cannot store.
     data["search"] = {k: v for k, v in plan.search.items() if math.isfinite(v)}
     return json.dumps(data, indent=1, default=_plain)
 
 
 def _plain(value: Any) -> Any:
-    """A record, or a mapping, as JSON has it."""
+    """Converts a record or a mapping for JSON."""
     match value:
         case Constraints():
             return constraints_to_json(value)
@@ -340,21 +339,21 @@ def read_plan(
     here: Collection[str],
     allowed_options: Collection[str] = (),
 ) -> _Plan:
-    """Returns a plan from parsed JSON, each of its fields checked.
+    """Makes a plan of parsed JSON, and checks each field.
 
     Args:
         kind: the class of plans.
         here: fields that files do not have.
-        allowed_options: compiler options that the caller trusts besides the known ones.
+        allowed_options: compiler options to accept beside those known as harmless.
 
     Raises:
-        PlanMismatch: there is anything else in it than a plan's file has.
+        PlanMismatch: the format is another, or a field is wrong, missing or unknown.
     """
     number = data.get("format") if isinstance(data, dict) else None
     if type(number) is not int or number != FORMAT:
         raise PlanMismatch(
-            f"Expected a plan of format {FORMAT}; this file is something else, or "
-            "was written by another version of cfp. Plan again."
+            f"Expected a plan of format {FORMAT}; this file is no plan, or another "
+            "version of cfp wrote it. Plan again."
         )
     refused = refused_option(data.get("options", {}), allowed_options)
     if refused is not None:
@@ -369,13 +368,13 @@ def read_plan(
             {name: data[name] for name in data if name not in _BESIDE}, context={}
         )
     except ValidationError as error:
-        raise _damaged(*first_error(error)) from None  # It lists each field.
+        raise _damaged(*first_error(error)) from None  # Its text lists each field.
 
 
 def _damaged(where: str, expected: str, got: str) -> PlanMismatch:
     return PlanMismatch(
         f"The file is a damaged plan, in {where or 'its fields'}: expected {expected}, "
-        f"got {got}. Take the plan as cfp saved it, or plan again."
+        f"got {got}. Use the file as cfp saved it, or plan again."
     )
 
 
@@ -383,7 +382,7 @@ def read_json(path: str | Path) -> Any:
     """Parses a plan's file.
 
     Raises:
-        PlanMismatch: it cannot be read, is too large, or is not JSON as plans are.
+        PlanMismatch: the file cannot be read, is too large, or is not valid JSON.
     """
     try:
         with open(path, "rb") as file:
@@ -410,7 +409,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes an object of JSON pairs; raises for a field that occurs twice."""
+    """Makes a dict of JSON pairs; raises ValueError for a repeated field."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

@@ -1,6 +1,6 @@
-"""The parts of a plan, and checks of the step that uses it.
+"""Records that a plan consists of, and checks of a step against a plan.
 
-The figures that a plan was chosen by, as plain data: what a report draws.
+A segment is a run of blocks; a block is an anchor op and the ops sharded with it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from cfp.program.step import FlatStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlikeBlocks:
-    """Blocks of a segment that have one strategy.
+    """Blocks of a segment that share a strategy.
 
     Attributes:
-        names: of the blocks, shortened to what tells them apart.
-        strategy: what mesh axes shard in each.
+        names: the blocks' paths, shortened to their distinct ends.
+        strategy: role of each mesh axis that shards these blocks.
     """
 
     names: tuple[Words, ...]
@@ -43,9 +43,9 @@ class StrategyFigures:
 
     Attributes:
         blocks: blocks by strategy, in the order of the first block of each.
-        storage: storage of its parameters; None without parameters.
-        kernels: kernels that compute parts of it.
-        rematerialized: True if its forward pass is rematerialized.
+        storage: storage of the segment's parameters; None without parameters.
+        kernels: kernels that compute parts of the segment.
+        rematerialized: True if the segment's forward pass is rematerialized.
     """
 
     blocks: tuple[AlikeBlocks, ...]
@@ -56,19 +56,19 @@ class StrategyFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionFigures:
-    """A measured strategy of a kind of segment.
+    """A measured or estimated strategy of a kind of segment; bytes are per device.
 
     Attributes:
-        name: the preset with this part, or a number: ``strategy 7 (no preset)``.
-        strategy: its strategies, storage, kernels and rematerialization.
-        state_bytes: parameters and optimizer state of one segment, on each device,
-            twice without donation.
+        name: a preset that uses this strategy, or a number: ``strategy 7 (no preset)``.
+        segment_ms: time of one segment.
+        state_bytes: parameters and optimizer state of one segment, twice without
+            donation.
         residual_bytes: values that one segment keeps from forward to backward.
-        temp_bytes: largest further memory while it runs.
-        step_ms: predicted time of the step with all segments of the kind so, and the
-            other segments unchanged.
-        memory_bytes: predicted memory on each device with the same choice.
-        taken: number of segments with this option in the plan.
+        temp_bytes: largest further memory while the segment runs.
+        step_ms: predicted step time if all segments of the kind use this strategy, and
+            other segments the plan's.
+        memory_bytes: predicted memory of the same step.
+        taken: number of segments that use this strategy in the plan.
     """
 
     name: Words
@@ -84,10 +84,10 @@ class OptionFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindFigures:
-    """A kind of segment and the strategies that were measured for it.
+    """A kind of segment, and its measured or estimated strategies.
 
     Attributes:
-        name: which segments are of it.
+        name: title of the kind: ``Segments 1-4: layer_0-3/up to layer_0-3/down``.
     """
 
     name: Words
@@ -101,7 +101,7 @@ class LeftFigures:
     Attributes:
         kind: kind of kernels, such as "attention".
         source: source line of the parts.
-        reason: reason against a kernel.
+        reason: why no kernel, or not `kernel`, computes these parts.
         kernel: the kernel that cannot compute them; "" for all kernels.
     """
 
@@ -112,22 +112,22 @@ class LeftFigures:
     kernel: Words = ""
 
 
-# A variant's note where time was over before it was planned.
+# Note of a variant that there was no time to plan.
 UNPLANNED = "not planned: time was over"
-# An entry of `Plan.search`: what all variants took, estimates and last race included.
+# An entry of `Plan.search`: seconds for all variants, with estimates and last race.
 VARIANTS_SECONDS = "seconds_of_all_variants"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantFigures:
-    """A mesh, or a number of microbatches, that the plan was chosen among.
+    """A compared variant of the step: a mesh, with a number of microbatches.
 
     Attributes:
         name: such as ``x=2,y=4``.
-        step_ms: of its best plan, or None.
-        estimated_ms: of its best plan by estimates, or None.
-        note: why it has no plan, or "".
-        taken: whether it is the plan's.
+        step_ms: step time of the variant's plan; None without a plan.
+        estimated_ms: estimated step time of the variant's best choice, or None.
+        note: why the variant has no plan or no time, or "".
+        taken: True for the plan's own variant.
     """
 
     name: Words
@@ -157,19 +157,20 @@ class WorthFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """The figures of a plan.
+    """Numbers behind a plan's choice, which reports show.
 
     Attributes:
         kinds: kinds of segments by number; empty without a search.
-        segment_kinds: kind of each segment.
-        picks: option of each segment in the plan; empty if part of it was not measured.
-        fixed_bytes: memory that every choice needs.
+        segment_kinds: for each segment, the number of its kind.
+        picks: for each segment, the number of the plan's option of its kind; empty if
+            a part of the plan was not measured.
+        fixed_bytes: memory on each device that every choice needs.
         budget_bytes: memory of one device that the plan may use, or None.
         left: attentions that stay as written, and preferred kernels that cannot compute
             them.
         kernels: sharded kernels of the step, with their axes.
         variants: compared meshes and microbatches.
-        variants_raced: True if their best plans ran against each other.
+        variants_raced: True if plans of several variants raced against each other.
         worth: gain of each kind of choice.
         chosen: kinds of choices, by the names of `choose`; empty for all.
     """
@@ -197,8 +198,8 @@ class Figures:
                 raise ValueError(f"there is no option {pick} of kind {kind}")
 
 
-# Reasons why a kernel with a rule is whole on every device; the sizes that its rule
-# shards stand behind the first.
+# Reasons why a kernel with a sharding rule is whole on every device. The sizes of its
+# dims follow the first.
 INDIVISIBLE = "divides none of"
 NOT_CHOSEN = "the plan does not shard it"
 
@@ -208,7 +209,7 @@ _TYPE = r"[^\[]*\[(\d{1,15}(,\d{1,15})*)?\]"
 
 
 class Role(StrEnum):
-    """Kinds of factors of a block's anchor that an axis may shard."""
+    """Kinds of an anchor's factors (named loop indices) that a mesh axis may shard."""
 
     BATCH = "batch"
     ROWS = "rows"
@@ -219,16 +220,16 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisRole:
-    """Part of a block's anchor that one mesh axis shards.
+    """A factor (loop index) of a block's anchor that one mesh axis shards.
 
-    Two roles are equal if only sizes differ, as with another batch.
+    Comparison ignores `role` and `size`, so that other batches have equal roles.
 
     Attributes:
-        role: kind of the sharded factor.
         factor: number of the factor in the anchor's sharding rule.
-        dim: dim of the anchor's result with the factor; -1 for none.
+        dim: dim of the anchor's result with this factor; -1 for none.
         scattered_dim: dim of the result to which a contraction's sum is scattered, or
             for which a lookup exchanges columns; None for none.
+        size: size of the factor.
     """
 
     axis: Name
@@ -240,7 +241,7 @@ class AxisRole:
 
 
 class Detail(Enum):
-    """Detail in which a text says what axes shard."""
+    """Detail of a text about axes; each value is an example."""
 
     ROLES = "x: rows"
     DIMS = "x: rows (dim 0)"
@@ -250,7 +251,7 @@ class Detail(Enum):
 def roles_text(roles: Sequence[AxisRole], detail: Detail = Detail.SIZES) -> str:
     """Describes the roles of axes in a block: ``x: rows (dim 0, size 8)``.
 
-    A dim that is only a dim has no more words: ``x: dim 0, size 8``.
+    `Role.DIM` gives ``x: dim 0, size 8``. Without roles the text is "replicated".
     """
     parts = []
     for one in roles:
@@ -271,7 +272,7 @@ def roles_text(roles: Sequence[AxisRole], detail: Detail = Detail.SIZES) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredParameter:
-    """A parameter and how it is stored, with all that is stored like it.
+    """Storage of a parameter and its optimizer state.
 
     Attributes:
         argument: position of the parameter among the argument leaves.
@@ -286,13 +287,13 @@ class PlanSegment:
     """The choice for one segment of a plan, apart from its blocks' strategies.
 
     Attributes:
-        kind: segments of one kind have the same options.
+        kind: number of the kind; segments of one kind have the same options.
         parameters: parameters that belong to the segment.
-        shared: without own parameters, those of other segments that it reads, such as
-            the tied table of an embedding.
-        rematerialized: True if its forward pass is rematerialized.
-        kernels: kernels that compute parts of it.
-        time_ms: measured time; None if not measured.
+        shared: for a segment without parameters, parameters of other segments that the
+            segment reads, such as an embedding's tied table.
+        rematerialized: True if the segment's forward pass is rematerialized.
+        kernels: kernels that compute parts of the segment.
+        time_ms: measured or estimated time; None if unknown.
     """
 
     kind: Count
@@ -304,22 +305,22 @@ class PlanSegment:
 
     @property
     def storage(self) -> Storage | None:
-        """Storage of most of its own parameters; None without any."""
+        """Most frequent storage of the segment's own parameters; None without any."""
         return _most(self.parameters)
 
     @property
     def shown_storage(self) -> Storage | None:
-        """Storage of most of its own parameters, or of shared ones; None of none."""
+        """Most frequent storage of own, else of shared parameters; None without any."""
         return _most(self.parameters or self.shared)
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """Everything that segments which are shown as one have in common."""
+        """Key: segments with equal keys may be shown as one."""
         return self.kind, self.shown_storage, self.rematerialized, self.kernels
 
 
 def _most(parameters: Sequence[StoredParameter]) -> Storage | None:
-    """Storage of most of some parameters, of the first among equals; None of none."""
+    """Returns the most frequent storage, the first of a tie; None for ()."""
     modes = [one.storage for one in parameters]
     return max(dict.fromkeys(modes), key=modes.count, default=None)
 
@@ -329,11 +330,12 @@ class MoveFigure:
     """Collectives of one kind over the same axes that follow a block.
 
     Attributes:
-        kind: as in HLO: ``all-reduce``, ``all-gather``, ...
-        turns: how often each runs in one step, which is more than once in a loop.
-        count: how many in one step.
-        total_bytes: of all of them.
-        time_ms: one after another, by the devices' rates; None if these are not known.
+        kind: HLO name: ``all-reduce``, ``all-gather``, ...
+        turns: runs of each collective in one step, several in a loop.
+        count: runs of all of these collectives in one step.
+        total_bytes: bytes of all these runs, each of its group's whole tensor.
+        time_ms: time of all runs one after another, by the devices' rates; None if the
+            rates are unknown.
     """
 
     kind: Words
@@ -349,14 +351,14 @@ class PlanRow:
     """One block of a plan.
 
     Attributes:
-        segment: index of its segment.
-        name: the block's place in the user's model.
-        op: its anchor, with its shape.
+        segment: index of the block's segment.
+        name: the block's path in the user's model.
+        op: kind and shapes of the block's anchor.
         strategy: role of each mesh axis that shards the anchor.
         source: ``file:line`` of the anchor, or "".
         moves: the collectives that follow, most bytes first.
         repeats: number of runs of the anchor in one step, above one in a loop.
-        updates: True for a part of the optimizer's update without products.
+        updates: True for a block of the optimizer's update without products.
     """
 
     block: Count
@@ -371,7 +373,7 @@ class PlanRow:
 
 
 def type_text(aval: Any) -> str:
-    """A leaf's type as text: ``float32[8,16]``."""
+    """Writes a leaf's type: ``float32[8,16]``."""
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
@@ -381,17 +383,17 @@ def short_source(source: str) -> str:
 
 
 def shape_of(kind: str) -> tuple[int, ...]:
-    """The sizes in a type as text: ``float32[8,16]``."""
+    """Reads the shape of a type's text: (8, 16) of ``float32[8,16]``."""
     return tuple(map(int, _NUMBER.findall(kind.partition("[")[2])))
 
 
 def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) -> None:
-    """Refuses a step whose argument leaves are not those of a plan.
+    """Checks that a step has a plan's argument leaves.
 
-    The arguments may have other names: paths inside them are compared.
+    Types and paths inside of arguments must be equal; arguments may be renamed.
 
     Raises:
-        PlanMismatch: they differ; the first few differences are named.
+        PlanMismatch: leaves differ; the message names the first five.
     """
     own = [type_text(aval) for aval in step.avals]
     if own == [*types] and _may_be_renamed(names, step.arg_names):
@@ -415,15 +417,12 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
     raise PlanMismatch(
         "The arguments do not fit the plan:\n"
         + "\n".join(lines[:5])
-        + f"{more}\nPass the arguments that were planned for, or plan again."
+        + f"{more}\nPass the planned arguments, or plan again."
     )
 
 
 def _may_be_renamed(names: Sequence[str], others: Sequence[str]) -> bool:
-    """True if leaves are those of others, whose arguments may have other names.
-
-    Arguments that have changed places are no renamed ones.
-    """
+    """True if paths are equal but for names of arguments in the same order."""
     first, second = by_argument(names), by_argument(others)
     order = [*second]
     moved = any(n in order and order.index(n) != i for i, n in enumerate(first))
@@ -431,7 +430,7 @@ def _may_be_renamed(names: Sequence[str], others: Sequence[str]) -> bool:
 
 
 def by_argument(names: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
-    """Groups leaves by argument: for each its path in the argument, and position."""
+    """Maps each argument to (path inside it, position) of its leaves."""
     found: dict[str, list[tuple[str, int]]] = {}
     for place, name in enumerate(names):
         root, _, rest = name.partition("/")
@@ -439,7 +438,7 @@ def by_argument(names: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
     return found
 
 
-# Options of `Plan.bind`; and what decides a plan, and nothing of one that is there.
+# Options of `Plan.bind`, and options of planning, which a finished plan refuses.
 BINDS = (
     "mesh",
     "static_argnums",
@@ -451,13 +450,10 @@ _DECIDES = ("memory_budget", "pins", "preset", "cache_dir", "settings", "choose"
 
 
 def check_binding(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses keywords that belong to planning, or to nothing.
-
-    Args:
-        fn: the step, which may have arguments of these names.
+    """Checks keyword arguments of `Plan.bind` that are for the step.
 
     Raises:
-        OptionError: the step has no such argument.
+        OptionError: the step has no such argument, or it is an option of planning.
     """
     for name, value in kwargs.items():
         try:
@@ -466,23 +462,22 @@ def check_binding(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
             if name not in _DECIDES:
                 raise
             raise OptionError(
-                f"{name} decides how a step is planned, and this plan is made. "
-                f"Leave {name} out; or cfp.plan(...) plans again."
+                f"{name} is an option of planning, and this plan is finished. "
+                f"Leave {name} out, or plan again with cfp.plan(...)."
             ) from error
 
 
 def check_donated(planned: Sequence[bool], step: FlatStep) -> None:
-    """Refuses a step that keeps an argument which the plan overwrites.
+    """Checks that a step donates all arguments that its plan overwrites.
 
-    A plan may donate less than the step: an argument needs a result that takes its
-    place.
+    A step that donates nothing passes. A plan may donate less than the step, since an
+    argument is donated only to a result of its type.
 
     Args:
-        planned: for each argument leaf whether the plan overwrites it.
-        step: with its donated arguments; none if not given.
+        planned: for each argument leaf, True if the plan overwrites it.
 
     Raises:
-        PlanMismatch: the step donates something, but not all that the plan overwrites.
+        PlanMismatch: the step donates some arguments, but not all of the plan's.
     """
     if not any(step.donated):
         return
@@ -491,21 +486,22 @@ def check_donated(planned: Sequence[bool], step: FlatStep) -> None:
     there = {root for root, one in zip(roots, planned, strict=True) if one}
     if there - asked:
         raise PlanMismatch(
-            f"The plan donates {', '.join(sorted(there))}, and is asked to donate "
-            f"{', '.join(sorted(asked))}. Leave out donate_argnums (--donate), "
-            "since the plan knows, or plan again."
+            f"The plan donates {', '.join(sorted(there))}, but the step "
+            f"{', '.join(sorted(asked))}. Leave out donate_argnums (--donate) to use "
+            "the plan's, or plan again."
         )
 
 
 def static_arguments(
     known: tuple[int | str, ...] | None, step: FlatStep | None, args: Sequence[Any]
 ) -> tuple[int | str, ...]:
-    """Returns the static arguments, by position or name.
+    """Returns the static arguments of a plan's step, by position or name.
 
     Args:
-        known: the static arguments in a plan, or None.
-        step: the plan's step, or None.
-        args: arguments of the step; without the others, those that are no arrays.
+        known: static arguments in the plan's file, or None.
+        step: the step bound to the plan, or None.
+        args: arguments of a call. Without `known` and `step`, the arguments that are no
+            arrays are static.
     """
     if known is not None:
         return known
@@ -523,14 +519,17 @@ def _is_array_tree(arg: Any) -> bool:
 
 
 def places_like(result: Any, names: Sequence[str], types: Sequence[str]) -> list[int]:
-    """Finds the leaves of a plan's argument, or of several, for what looks like them.
+    """Matches a result's leaves with those of a plan's argument, or of several.
 
     Args:
-        result: shapes that look like an argument, or a tuple of such.
-        names, types: the plan's arguments, leaf by leaf.
+        result: shapes with an argument's paths and types, or a tuple of several such.
+        names, types: paths and types of the plan's argument leaves.
+
+    Returns:
+        Positions of the argument leaves, one for each leaf of the result.
 
     Raises:
-        PlanMismatch: it looks like none.
+        PlanMismatch: no argument has the result's paths and types.
     """
     found = by_argument(names)
     arguments = {
@@ -545,14 +544,14 @@ def places_like(result: Any, names: Sequence[str], types: Sequence[str]) -> list
             return [i for root in roots if root is not None for _, i in found[root]]
     leaves = _paths(result)
     raise PlanMismatch(
-        "The initialisation's result does not look like any argument of the plan "
-        f"({', '.join(arguments)}), nor like several in a tuple: it has {len(leaves)} "
-        f"leaves, the first of them {leaves[:3]}."
+        f"The initialisation's result has {len(leaves)} leaves, first {leaves[:3]}, as "
+        "no argument of the plan has. Return one of the step's arguments, or a tuple "
+        f"of several: {', '.join(arguments)}."
     )
 
 
 def _take(arguments: dict[str, list[tuple[str, str]]], part: Any) -> str | None:
-    """Takes the first argument that has a part's leaves out of some."""
+    """Removes the first argument with a part's leaves; returns its name, or None."""
     leaves = _paths(part)
     for root, wanted in arguments.items():
         if wanted == leaves:
@@ -562,7 +561,7 @@ def _take(arguments: dict[str, list[tuple[str, str]]], part: Any) -> str | None:
 
 
 def path_text(path: Any) -> str:
-    """A leaf's path in an argument as plans have it."""
+    """Writes a leaf's path in an argument: ``params/0/kernel``."""
     return keystr(path, simple=True, separator="/")
 
 
@@ -578,13 +577,13 @@ def _paths(tree: Any) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Values of one type at one line that are sharded alike.
+    """Constrained values of one source line, with one type and one sharding.
 
     Attributes:
         source: ``file:line``, or "".
-        type: of the values: ``float32[8,16]``.
-        spec: for each dim the mesh axes that it is sharded over.
-        count: how many values these are.
+        type: the values' type: ``float32[8,16]``.
+        spec: for each dim, the mesh axes that shard it.
+        count: number of the values.
     """
 
     source: Words

@@ -1,4 +1,4 @@
-"""Plans: choices as plain data that can be saved, read and applied."""
+"""Plans: shardings of a step, as plain data that can be saved, loaded and applied."""
 
 from __future__ import annotations
 
@@ -62,42 +62,45 @@ class Plan:
         mesh_axes: names and sizes of the mesh's axes.
         arg_names, arg_types: paths and types of the argument leaves.
         arg_specs, output_specs: shardings of the argument leaves and the results.
-        constraints: shardings of values inside, by the program's op numbers.
-        donated: for each argument leaf whether the step may overwrite it.
+        constraints: shardings of values inside the step, by value and op numbers.
+        donated: for each argument leaf, True if the step may overwrite it.
         in_host: (argument leaf, result leaf) of state in host memory between steps.
         precision: "fp8" if large products are computed in FP8.
-        products: numbers of 16-bit products by outcome and parameter, for FP8.
+        products: for FP8, counts of 16-bit products by outcome, then by parameter.
         static: positions and keywords of the arguments that are no arrays.
         winner: name of the chosen candidate, such as "planned".
-        predicted_ms, predicted_bytes: step time and memory, or None.
+        predicted_ms, predicted_bytes: step time, and memory on each device, or None.
         measured_ms: step time measured on the whole program, or None.
         peak_bytes: memory of the compiled program on each device, or None.
         level: how much the compiler is constrained.
         segments: the choice for each segment.
         rows: the blocks, with the strategy of each.
         uneven: arguments that stay whole because no axis divides them, with the size.
-        undonated: argument leaves that are in memory twice for want of donation.
-        weak: donated argument leaves of weak types; a checkpoint's arrays replace them.
-        site_checks: replaced parts that were refused, or not compared with the step.
+        undonated: argument leaves that are twice in memory since they are not donated.
+        weak: donated argument leaves of weak types; arrays of strong types may replace
+            them.
+        site_checks: parts whose kernel was wrong, or could not be compared.
         uncounted: loops of unknown length, which predictions and FLOPs count once; and
-            branches, whose times are those of one branch.
+            branches, whose measured times are those of one branch.
         replicated_ops: ops that every device runs in full: loops, and ops without a
             sharding rule.
-        host_callbacks_skipped: functions of the host that measuring does not call.
+        race: rows of the race's candidates, with times and notes.
+        host_callbacks_skipped: host callbacks that measuring does not call.
         options: XLA compiler options of the measured program.
-        environment: versions and devices of the plan.
+        environment: versions and devices that the plan was made with, by name.
         search: counts of the search (strategies measured, cached, failed), seconds of
-            every pass, and the number of the step's own constraints that were left out.
+            every pass, and other numbers by name.
         rung: source of the numbers: "estimated" or "measured".
         figures: numbers behind the choice, for a report; or None.
         outline: operations of the program, to locate a difference in another.
         sites: constrained values by source line, for people.
+        mesh, step, out_tree: devices, traced step and tree of its results; or None.
         traced_under: JAX's configuration at `bind`, or None.
         raced: the compiled winner of the race; not in files.
         tuned: folder of the race's tuning; not in files.
     """
 
-    # Files are checked by these types, and have no other fields.
+    # pydantic checks files by these types, and refuses other fields.
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     fingerprint: file.Fingerprint
@@ -148,7 +151,7 @@ class Plan:
         return short_text(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Steps, devices and compiled programs stay in the process that has them.
+        # Pickles leave out the step, devices and compiled programs, as files do.
         return partial(_loaded, allowed_options=[*self.options]), (self.to_json(),)
 
     def __copy__(self) -> Plan:
@@ -161,7 +164,7 @@ class Plan:
         return replace(self, **copied)
 
     def _repr_html_(self) -> str:
-        """Shows a notebook the small form of the page of ``cfp show --html``."""
+        """Renders the plan for notebooks: a short form of :meth:`report`."""
         from cfp.view.text import page_html
 
         return page_html(self, is_small=True)
@@ -182,7 +185,7 @@ class Plan:
 
     @property
     def out_shardings(self) -> Any:
-        """NamedShardings of the results: a pytree like the results."""
+        """NamedShardings of the results, a pytree; raises as `in_shardings`."""
         step, mesh = self._bound(), self._on_mesh()
         results = tree_leaves(step.traced.out_info)
         leaves = shardings(mesh, self.output_specs, results)
@@ -201,22 +204,23 @@ class Plan:
         donate_argnames: str | Sequence[str] = (),
         **kwargs: Any,
     ) -> Plan:
-        """Adds a step and the pytrees of its arguments to a loaded plan.
+        """Returns a loaded plan with a step, traced with its arguments.
 
-        Takes the arguments of :func:`cfp.plan`; the plan knows the static and the
-        donated ones. Traces the step; :meth:`apply` of the same function does not trace
-        again, unless state is weakly typed. Meanwhile JAX reserves the devices' memory.
+        Static and donated arguments are by default the plan's. :meth:`apply` of the
+        same function does not trace again, unless state is weakly typed. Meanwhile JAX
+        reserves the devices' memory.
 
         Args:
             fn: the planned step.
             args, kwargs: arrays or ``jax.ShapeDtypeStruct`` s of the planned types.
-            mesh: the devices; by default the plan's, or the first ones.
-            quiet: without effect.
+            mesh: the devices; by default the plan's, else the first devices.
+            quiet: has no effect; accepted as by :func:`cfp.plan`.
             static_argnums, static_argnames, donate_argnums, donate_argnames: as for
                 :func:`cfp.plan`; must agree with the plan.
 
         Raises:
-            PlanMismatch: the arguments, or the devices, differ from the plan's.
+            OptionError: a keyword is no argument of the step.
+            PlanMismatch: the arguments or the devices differ from the plan's.
         """
         check_binding(fn, kwargs)
         plan = self if mesh is None else self.on(mesh)
@@ -240,7 +244,7 @@ class Plan:
         kwargs: Mapping[str, Any],
         calls: Mapping[str, Any],
     ) -> FlatStep:
-        """Flattens a call of the step without tracing; see `bind`."""
+        """Flattens and checks a call of the step, without tracing; see `bind`."""
         kinds = {"static_argnums": int, "static_argnames": str}
         if not any(sequence(calls.get(name, ()), of) for name, of in kinds.items()):
             known = static_arguments(self.static, self.step, args)
@@ -259,7 +263,7 @@ class Plan:
         return replace(self, **dict.fromkeys(_HERE))
 
     def bound_to(self, step: FlatStep, out_tree: Any) -> Plan:
-        """Returns the plan with its step, and with the types that users see."""
+        """Returns a new plan with its step, and JAX's types of the arguments."""
         types = tuple(type_text(aval) for aval in step.avals)
         static = tuple(key for key, _ in step.static)
         step = step.with_donated(self.donated)
@@ -291,16 +295,14 @@ class Plan:
     # -- use -----------------------------------------------------------------
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the step under this plan; the first call compiles or loads it.
+        """Returns a function that runs the step under this plan.
 
-        Without a mesh the plan takes the first devices. Under another configuration of
-        JAX the step is traced again, and refused if its program differs.
+        The first call compiles or loads the step, without a mesh on the first devices.
+        Under another configuration of JAX, the step is traced again. Calls raise
+        PlanMismatch if the step's program or arguments differ from the plan's.
 
         Args:
             fn: the planned step.
-
-        Returns:
-            A function with the step's arguments and results.
         """
         compiled: dict[Any, CompiledStep] = {}
         is_bound = self.step is not None and self.step.fn is fn
@@ -323,12 +325,12 @@ class Plan:
         """True if a call has the arguments of the bound step."""
         step = self._bound()
         if not kwargs.keys().isdisjoint(BINDS):
-            return False  # Names of arguments of `bind`, which reads them.
+            return False  # `bind` takes these names for its own arguments.
         check_binding(step.fn, kwargs)
         return typed_as_returned(self._flat(step.fn, args, kwargs, {})) == step
 
     def compile(self, fn: Callable[..., Any], *args: Any, **kw: Any) -> CompiledStep:
-        """Compiles the step for these arguments, arrays or shapes.
+        """Compiles the step for arguments (arrays or ``jax.ShapeDtypeStruct`` s).
 
         Raises:
             PlanMismatch: the step or its arguments differ from the plan's.
@@ -338,10 +340,10 @@ class Plan:
     def compile_bound(
         self, progress: Callable[[str], None] | None = None
     ) -> CompiledStep:
-        """Compiles the bound step, as traced.
+        """Compiles the step of :meth:`bind` without tracing it again.
 
         Args:
-            progress: called with a text before a compile. By default progress is shown
+            progress: called with a text before compiling. By default progress is shown
                 as for :func:`cfp.plan`.
 
         Raises:
@@ -359,7 +361,7 @@ class Plan:
         return self.lower().compile(partial(progress, text))
 
     def lower(self, **how: Any) -> LoweredStep:
-        """Lowers the bound step; `how` has more arguments of `load_or_lower`."""
+        """Lowers the bound step; `how` has keyword arguments of `load_or_lower`."""
         usual = {
             "raced": self.raced,
             "planned": (self.outline, self.environment),
@@ -377,14 +379,13 @@ class Plan:
         )
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs an initialisation and makes its result in the plan's shardings.
+        """Runs ``init_fn(*args, **kwargs)``, with its result in the plan's shardings.
 
         Args:
             init_fn: makes an argument of the step (its state), or a tuple of several.
-            args, kwargs: arguments of ``init_fn``.
 
         Raises:
-            PlanMismatch: the result fits no argument of the plan.
+            PlanMismatch: the result has the paths and types of no argument of the step.
         """
         return made(self._arguments(), init_fn, args, kwargs)
 
@@ -392,10 +393,10 @@ class Plan:
         """Moves a batch from the host to the plan's shardings.
 
         Args:
-            batch: a pytree of NumPy arrays like an argument of the step. With several
-                processes each passes the part of its own devices.
-            argument: the argument's name; by default the first of the batch's
-                structure.
+            batch: an argument of the step, as a pytree of NumPy arrays. With several
+                processes, each passes the part for its own devices.
+            argument: the argument's name; by default the first argument with the
+                batch's structure.
 
         Raises:
             PlanMismatch: the batch fits no argument, or has other sizes.
@@ -416,8 +417,8 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, and makes the folder if it is missing.
 
-        Pickles have the same contents. Warns of compiler options that :meth:`load`
-        accepts only by name.
+        Warns of compiler options that :meth:`load` accepts only by name. Pickles of a
+        plan have the same contents.
         """
         if (refused := refused_option(self.options)) is not None:
             warn(
@@ -427,20 +428,20 @@ class Plan:
         _write(path, self.to_json().encode())
 
     def report(self, path: str | Path) -> None:
-        """Writes the plan as one page of HTML without network and scripts."""
+        """Writes the plan as one HTML file that needs no network and no scripts."""
         from cfp.view.text import page_html
 
         _write(path, page_html(self).encode())
 
     def export(self, path: str | Path) -> None:
-        """Writes the step under the plan, as `jax.export` serialises it.
+        """Writes the step under the plan for `jax.export.deserialize`.
 
-        `jax.export.deserialize` reads the file without cfp. The exported function takes
-        and returns the leaves of arguments and results: see docs/reading-plans.md.
+        Running the file takes no cfp. The exported function takes the leaves of the
+        arguments, and returns those of the results: see docs/reading-plans.md.
 
         Raises:
-            PlanMismatch: the plan is not bound to a step, or the step calls functions
-                of this process.
+            PlanMismatch: the plan is not bound to a step, or the step has host
+                callbacks.
         """
         data = export_planned(
             self._bound(),
@@ -469,11 +470,10 @@ class Plan:
 
         Args:
             path: the file.
-            mesh: the devices, or a described mesh; its axes must be those of the plan.
-                By default the first devices at the plan's first use.
-            allowed_options: compiler options to accept beside harmless ones. Such
-                options may write files or change results: name them only for files that
-                you trust.
+            mesh: the devices, or a described mesh, with the plan's axes. By default the
+                first devices, at the plan's first use.
+            allowed_options: compiler options to accept beside harmless ones. They may
+                write files or change results: name them only for files that you trust.
 
         Raises:
             PlanMismatch: the file is damaged, has other compiler options, or is for
@@ -490,20 +490,21 @@ class Plan:
         mesh: Mesh | DescribedMesh | None = None,
         allowed_options: Collection[str] = (),
     ) -> Plan:
-        """Makes a plan of parsed JSON; see :meth:`load`."""
+        """Makes a plan of parsed JSON; arguments and errors as of :meth:`load`."""
         plan = file.read_plan(cls, data, _HERE, allowed_options)
         return plan.on(mesh) if mesh is not None else plan
 
     def on(self, mesh: Mesh | DescribedMesh, *, other_devices: bool = False) -> Plan:
-        """Returns the plan on a mesh with its axes.
+        """Returns the plan for use on a mesh with the plan's axes.
 
         Args:
-            mesh: the devices. A described mesh is compared with the plan's devices.
-            other_devices: try it on devices of another kind, or under another JAX.
+            mesh: the devices. A described mesh is only compared with the plan's
+                devices.
+            other_devices: True allows other kinds of devices and versions of JAX.
 
         Raises:
-            PlanMismatch: the mesh has other axes, devices of another kind, or is
-                another slice of TPUs; or the plan is for another version of JAX.
+            PlanMismatch: the mesh has other axes; or its devices are of another kind or
+                TPU slice, or this JAX is another version, without `other_devices`.
         """
         is_described = isinstance(mesh, DescribedMesh)
         devices = mesh if is_described else [*planning_mesh(mesh).devices.flat]
@@ -520,7 +521,7 @@ class Plan:
         return replace(self, mesh=here, raced=None)
 
 
-# What a plan has in one process alone: its step, its devices and compiled programs.
+# Fields of a plan in one process alone: its step, devices and compiled programs.
 _HERE = ("mesh", "step", "out_tree", "traced_under", "raced", "tuned")
 
 
@@ -531,5 +532,5 @@ def _write(path: str | Path, data: bytes) -> None:
 
 
 def _loaded(text: str, allowed_options: Collection[str]) -> Plan:
-    """Makes a plan of the text of :meth:`Plan.to_json`."""
+    """Makes a plan of a pickle's text of :meth:`Plan.to_json`."""
     return Plan.from_json(json.loads(text), allowed_options=allowed_options)

@@ -206,9 +206,9 @@ def test_bind_takes_what_plan_takes(loaded):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"memory_budget": "1GiB"}, "memory_budget decides how a step is planned"),
+        ({"memory_budget": "1GiB"}, "memory_budget is an option of planning"),
         ({"donate": 0}, "Neither the step nor plan.bind has an argument 'donate'"),
-        ({"donate_argnames": "x"}, "is asked to donate"),
+        ({"donate_argnames": "x"}, "but the step"),
     ],
     ids=["planning", "unknown", "donation"],
 )

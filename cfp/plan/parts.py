@@ -486,9 +486,9 @@ def check_donated(planned: Sequence[bool], step: FlatStep) -> None:
     there = {root for root, one in zip(roots, planned, strict=True) if one}
     if there - asked:
         raise PlanMismatch(
-            f"The plan donates {', '.join(sorted(there))}, but the step "
-            f"{', '.join(sorted(asked))}. Leave out donate_argnums (--donate) to use "
-            "the plan's, or plan again."
+            f"The plan donates {', '.join(sorted(there))}, and donate_argnums "
+            f"(--donate) names {', '.join(sorted(asked))}. Leave out donate_argnums to "
+            "donate as planned, or plan again."
         )
 
 

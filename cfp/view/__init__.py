@@ -1,1 +1,1 @@
-"""Everything shown of a plan: a view, made once, and its renderers in text and HTML."""
+"""Views of a plan: rows and texts, made once and rendered as text and HTML."""

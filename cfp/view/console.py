@@ -1,6 +1,6 @@
-"""The console: text and tables that fit its width, and progress while it waits.
+"""Console output: tables and text that fit the width, and progress on stderr.
 
-Progress is a live line on a terminal, else a line now and then.
+Progress is a live line on a terminal, else a printed line about every 30 s.
 """
 
 from __future__ import annotations
@@ -32,12 +32,9 @@ from cfp.profiling.tasks import Progress
 
 
 def literal_console(**options: Any) -> Console:
-    """Makes a console that prints text as it stands, without markup.
+    """Makes a rich console without markup, with `options` of ``rich.console.Console``.
 
     Model names may look like markup: ``experts[i]``, ``[/]``, ``:warning:``.
-
-    Args:
-        options: as of ``rich.console.Console``.
     """
     return Console(markup=False, emoji=False, **options)
 
@@ -45,7 +42,7 @@ def literal_console(**options: Any) -> Console:
 def print_view(
     view: Callable[[box.Box], RenderableType], console: Console | None = None
 ) -> None:
-    """Prints a view: with lines and colours in a terminal, as plain text elsewhere.
+    """Prints a view: with lines and colours on a terminal, else as plain text.
 
     Args:
         view: takes a table border and returns the view.
@@ -59,7 +56,7 @@ def print_view(
 
 
 def plain_text(view: RenderableType, width: int | None = None) -> str:
-    """Renders a view as plain text, without spaces and blank lines at its ends."""
+    """Renders a view as plain text, without trailing spaces and outer blank lines."""
     file = io.StringIO()
     literal_console(file=file, width=width or columns(), color_system=None).print(view)
     lines = [line.rstrip() for line in file.getvalue().splitlines()]
@@ -88,7 +85,7 @@ class Row:
     """A row of a table.
 
     Attributes:
-        bar: length of the row's bar on a page, in any unit; None for no bar.
+        bar: length of the row's bar on a page, relative to other rows; None: no bar.
         won: True for the plan's own row.
         ends: True for the last row of a group.
     """
@@ -100,13 +97,13 @@ class Row:
 
 
 def row_of(*cells: str, bar: float | None = None, won: bool = False) -> Row:
-    """Makes a row of cells."""
+    """Makes a row; takes its cells as positional arguments."""
     return Row(cells=cells, bar=bar, won=won)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """A table for text and page.
+    """A table, to be rendered as text or HTML.
 
     Attributes:
         notes: sentences below the table.
@@ -119,21 +116,21 @@ class Rows:
 
     @property
     def numbers(self) -> set[str]:
-        """Headings of columns of numbers; the first column is text."""
+        """Headings of columns that contain only numbers; never the first column's."""
         columns = [*zip(self.headings, *(row.cells for row in self.rows), strict=True)]
         return {
             name for name, *cells in columns[1:] if all(map(_NUMBER.fullmatch, cells))
         }
 
     def filled(self) -> Rows:
-        """Drops the columns without any text."""
+        """Returns the table without columns whose cells are all empty or "-"."""
         columns = zip(*(row.cells for row in self.rows), strict=True)
         kept = [bool({*texts} - {"", "-"}) for texts in columns]
         rows = [replace(r, cells=tuple(compress(r.cells, kept))) for r in self.rows]
         return replace(self, headings=tuple(compress(self.headings, kept)), rows=rows)
 
     def table(self, border: box.Box) -> Table:
-        """Renders rows for a rich console; cells fold at the column's width."""
+        """Renders the table for a rich console; long cells are folded."""
         table = Table(
             box=border, title=self.title or None, title_justify="left", pad_edge=False
         )
@@ -149,7 +146,7 @@ class Rows:
 def sheet(
     border: box.Box, head: str, tables: Iterable[Rows], lines: Iterable[str]
 ) -> Group:
-    """Joins a bold line, the tables that have rows, and lines below them."""
+    """Joins a bold headline, the tables that have rows, and lines below them."""
     parts: list[RenderableType] = [Text(head, style="bold"), Text()] if head else []
     for made in tables:
         if made.rows:
@@ -157,7 +154,7 @@ def sheet(
     return Group(*parts, *(Text(line) for line in lines if line))
 
 
-# How often to see whether a plain line is due.
+# Interval of checks for a plain line that is due.
 _LOOK_SECONDS = 1.0
 
 
@@ -166,7 +163,7 @@ class PlainLines:
     """Schedule and text of progress lines in a log.
 
     Attributes:
-        silent_seconds: work shorter than this prints nothing.
+        silent_seconds: time from the start without lines.
         every_seconds: time between two lines about the same kind of work.
     """
 
@@ -179,7 +176,7 @@ class PlainLines:
         """Returns the next line if it is due, else None.
 
         Args:
-            seconds: time since the start.
+            seconds: time since the start of the display.
         """
         doing = "measuring" if isinstance(event, Progress) else event.split(" ", 1)[0]
         is_same = doing == self._doing
@@ -193,9 +190,9 @@ class PlainLines:
 
 
 class Display:
-    """Shows events on the error stream: live on a terminal, else in plain lines.
+    """Context manager that shows progress events, passed to `tell`, on stderr.
 
-    A context manager; its `tell` takes the events.
+    On a terminal they are a live line, elsewhere lines of :class:`PlainLines`.
     """
 
     def __init__(self, quiet: bool = False, lines: PlainLines | None = None) -> None:
@@ -217,7 +214,7 @@ class Display:
                 transient=True,
                 refresh_per_second=8,
                 get_renderable=self._render,
-                # Results go to stdout themselves, when this is over.
+                # Results are printed to stdout once the display has ended.
                 redirect_stdout=sys.stdout.isatty(),
             )
 
@@ -236,20 +233,20 @@ class Display:
             self._writer.join()
 
     def tell(self, event: Progress | str) -> None:
-        """Takes note of an event."""
+        """Stores the latest event, which the display shows next."""
         self._event = event
 
     def _write(self) -> None:
-        """Prints lines from a thread, since the longest work has no events."""
+        """Prints due lines from a thread, as long work may have no events."""
         assert self._lines is not None
-        # A process that has joined others meanwhile is silent.
+        # Only process 0 of several shows progress.
         while not self._over.wait(_LOOK_SECONDS) and not is_follower():
             line = self._lines.due(self._event, time.monotonic() - self._started)
             if line is not None and sys.stderr is not None:
                 try:
                     print(line, file=sys.stderr, flush=True)
                 except (OSError, ValueError):
-                    return  # It is not read any more.
+                    return  # The error stream is closed.
 
     def _render(self) -> Table:
         event, line = self._event, Table.grid(padding=(0, 1))
@@ -266,14 +263,14 @@ class Display:
 def shown(
     settings: PlannerSettings | None, doing: str, silence: str, quiet: bool
 ) -> Iterator[PlannerSettings]:
-    """Yields settings that show progress, unless they have a callback.
+    """Yields settings with a progress display; unchanged if quiet or with a callback.
 
     Args:
         doing: the work, for the first line of a log.
-        silence: how to silence progress, for the same line.
+        silence: sentence on how to silence progress, for the same line.
     """
     settings = settings or PlannerSettings()
-    is_refused = not isinstance(settings, PlannerSettings)  # By what plans, at once.
+    is_refused = not isinstance(settings, PlannerSettings)  # `plan` raises for it.
     if quiet or is_refused or settings.progress is not None:
         yield settings
         return
@@ -284,7 +281,7 @@ def shown(
 
 
 def progress_text(event: Progress, clock: bool = True) -> str:
-    """Describes an event, with the time of its phase."""
+    """Describes an event: ``3/8, 2 cached, compiling mlp, 0:12``."""
     parts = [f"{event.done}/{event.total}"]
     parts += [f"{event.cached} cached"] if event.cached else []
     parts += [f"{event.failed} failed"] if event.failed else []

@@ -1,4 +1,4 @@
-"""Gathers the numbers that a plan was chosen by, while the search's data are there."""
+"""Computes `Plan.figures`: the numbers by which a search chose the plan."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def with_figures(
     dimensions: Set[Dimension] = ALL_DIMENSIONS,
     budget_bytes: int | None = None,
 ) -> Plan:
-    """Adds its figures to a plan.
+    """Returns the plan with figures of its choice, for reports.
 
     Args:
-        replacing: kernels that the search might use.
+        replacing: kernels that the search was allowed to use.
         failed: kernels without a time, each with a reason such as "does not run".
-        raced: the programs of the race with their times.
-        dimensions: the kinds of choices of the search.
+        raced: candidates of the race with their times in ms.
+        dimensions: kinds of choices that the search made.
     """
     layout = lay_out(analysis.frame, choice)
     left = Counter(
@@ -85,10 +85,10 @@ def _left(
     failed: Mapping[SegmentKernels, str],
     problem: Problem | None,
 ) -> Iterator[tuple[str, str, str]]:
-    """Lists sites without a kernel, and preferred kernels that cannot be used.
+    """Lists parts that kernels might compute, with each reason against a kernel.
 
     Yields:
-        The kernel, the source and the reason.
+        (kernel, source, reason); kernel "" if no kernel computes the part.
     """
     program = analysis.frame.program
     was_searched = (kind.find,) in program.looked_for
@@ -124,7 +124,7 @@ def _unused(
     failed: Mapping[SegmentKernels, str],
     options: Sequence[Option] | None,
 ) -> str:
-    """Explains why a site stays as written."""
+    """Explains why no kernel of `able` computes a part of the step."""
     if not able:
         return NONE_CAN
     for name in able:
@@ -150,7 +150,7 @@ def _searched(
     found: Figures, analysis: Analysis, choice: Choice, problem: Problem
 ) -> Figures:
     picks = picks_of(analysis, problem, choice)
-    # Where the plan was not measured in full, all kinds take their fastest option.
+    # If a part of the plan was not measured, others are compared with the fastest.
     base = picks or [
         min(range(len(rows)), key=lambda i: rows[i].time_ms)
         for rows in (problem.options[k] for k in problem.kinds)
@@ -195,10 +195,10 @@ def _searched(
 def worth(
     analysis: Analysis, problem: Problem, raced: Sequence[tuple[Candidate, float]] = ()
 ) -> tuple[WorthFigures, ...]:
-    """Computes the gain of each kind of choice that options use.
+    """Computes the gain of each kind of choice, such as sharding or kernels.
 
-    The gain is measured if programs with and without the choice raced, which is an
-    upper bound, and predicted otherwise. Without sharding every block is data parallel.
+    The gain is measured if programs with and without the choice raced; it is then an
+    upper bound. Otherwise it is predicted. "Without sharding" is all data parallel.
     """
     plain = plainest(presets(analysis.frame))
     kinds = [segment.kind for segment in analysis.segments]
@@ -209,7 +209,7 @@ def worth(
         ]
 
     shared = {(kind, one.strategies) for kind, one in parts_of(plain)}
-    # Of each kind of choice whether an option of a segment goes without it.
+    # For each kind of choice: True if a segment's option does without it.
     goes_without: Mapping[str, Callable[[int, SegmentChoice], bool]] = {
         "sharding": lambda kind, one: (kind, one.strategies) in shared,
         "storage": lambda _, one: one.storage is Storage.USED,
@@ -249,7 +249,7 @@ def worth(
 def _predicted(
     problem: Problem, kept: Sequence[Sequence[int]]
 ) -> tuple[float, float | None] | None:
-    """Finds the best predicted times of all options, and of the kept options."""
+    """Returns best times with all options and with kept ones; None if all are kept."""
     if [*map(len, kept)] == [*map(len, problem.options)]:
         return None
     if (best := solve(problem)) is None:
@@ -266,8 +266,8 @@ def option_names(
 ) -> list[list[str]]:
     """Names each option of each kind of segment.
 
-    The name is the first preset with this option, or a number: ``strategy 7 (no
-    preset)``. A rematerialized option adds that word.
+    The name is the first preset with the same strategies and storage, or a number:
+    ``strategy 7 (no preset)``. Kernels and rematerialization are added in parentheses.
     """
     by_name = named_choices(analysis.frame)
     found = []
@@ -290,7 +290,7 @@ def option_names(
 
 
 def kind_title(analysis: Analysis, kind: int) -> str:
-    """Names the segments of a kind: ``Segments 1-4, from layer_0-3/up to ...``."""
+    """Names segments of a kind: ``Segments 1-4: layer_0-3/up to layer_0-3/down``."""
     segments = [s for s in analysis.segments if s.kind == kind]
     blocks = analysis.frame.blocks
     span = span_text([s.index for s in segments])
@@ -311,7 +311,7 @@ def strategy_figures(
     frame = analysis.frame
     segment = analysis.segments[analysis.representatives[kind]]
     groups = [frame.groups[g] for g in segment.groups]
-    # Factors have numbers of their own in each op, and roles are equal in all sizes.
+    # Equal roles may differ in sizes, which the text has: both are the key.
     alike: dict[tuple[str, tuple[AxisRole, ...]], list[str]] = {}
     names = distinct_ends([frame.blocks[b].name for b in segment.blocks])
     for name, b, own in zip(names, segment.blocks, candidate.strategies, strict=True):

@@ -1,4 +1,4 @@
-"""Results of single passes, and rates of collectives, as tables and as plain data."""
+"""Results of analyze, profile and curves of links, as tables and as plain data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_OPAQUE = 5
 def strategy_numbers(
     analysis: Analysis, segment: Segment, strategies: tuple[Strategy, ...]
 ) -> list[int]:
-    """Strategies of a segment's blocks, as numbers in each block's own list."""
+    """Converts strategies of a segment's blocks to indices in each block's list."""
     frame = analysis.frame
     return [
         block_strategies(frame.program, frame.blocks[b], frame.mesh).index(strategy)
@@ -34,7 +34,7 @@ def strategy_numbers(
 
 
 def analysis_data(analysis: Analysis, seconds: float) -> dict[str, Any]:
-    """Collects kinds of segments, their blocks, and ops that cannot be sharded."""
+    """Collects blocks, segments and ops that cannot be sharded, for JSON."""
     program = analysis.frame.program
     return {
         "ops": len(program.ops),
@@ -88,7 +88,7 @@ def _members(segments: list[dict[str, Any]], kind: int) -> str:
 
 
 def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
-    """Collects all records; strategies are numbers in each block's own list."""
+    """Collects all measurements for JSON; strategies as of `strategy_numbers`."""
     found, records = [], profiles.records
     for wanted in profiles.requests:
         segment = analysis.segments[analysis.representatives[wanted.kind]]
@@ -147,8 +147,8 @@ def profiles_view(
 def curve_points(rates: Rates) -> list[dict[str, Any]]:
     """Lists all measured collectives, by axes, kind and size.
 
-    `size_bytes` is the whole tensor of a group, as in `Rates.collective_ms`.
-    `sent_gb_per_s` is what each device of a ring sends, in units of 1e9 bytes a second.
+    `size_bytes` is the whole tensor of a group of devices, as in `Rates.collective_ms`.
+    `sent_gb_per_s` is the rate at which each device of a ring sends, in 1e9 bytes/s.
     """
     sizes, found = dict(rates.mesh), []
     for (kind, axes), curve in sorted(rates.curves.items(), key=lambda p: p[0][::-1]):
@@ -160,7 +160,7 @@ def curve_points(rates: Rates) -> list[dict[str, Any]]:
 
 
 def curves_data(rates: Rates, link_gb_per_s: float | None) -> dict[str, Any]:
-    """Converts curves and rates to JSON."""
+    """Collects measured collectives and rates for JSON."""
     return {
         "mesh": dict(rates.mesh),
         "link_gb_per_s": link_gb_per_s,
@@ -173,7 +173,7 @@ def curves_data(rates: Rates, link_gb_per_s: float | None) -> dict[str, Any]:
 
 
 def curves_rows(rates: Rates, link_gb_per_s: float | None) -> Rows:
-    """Tabulates the curves, one size a line."""
+    """Tabulates times of collectives; `link_gb_per_s` is the rate to compare with."""
     headings = ("collective", "axes", "tensor", "ms", "GB/s sent", "of link")
     rows = []
     for point in curve_points(rates):

@@ -1,7 +1,7 @@
-"""Remarks on a plan: what it does not shard, keep or know, and what it gains.
+"""Remarks on a plan: unsharded parts, unknown costs, and gains.
 
-A remark is a template and the function that finds its values in a plan. It is left out
-where that finds none.
+A remark is a template, and a function that finds the template's values in a plan. If
+the function returns no values, the remark is left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cfp.settings import Dimension
 from cfp.view import words
 from cfp.view.words import few
 
-_WORTH_DONATING = 0.02  # of the memory that a plan needs
+_WORTH_DONATING = 0.02  # Least share of a plan's memory for a remark.
 _MORE_TIME = (
     "a longer --time-budget, or PlannerSettings(seconds=...), has time for them"
 )
@@ -35,7 +35,7 @@ def remarks(plan: Plan) -> Iterator[str]:
 
 
 def unplanned_text(plan: Plan) -> str:
-    """Counts the variants that time was too short for; "" if there are none."""
+    """Says how many variants there was no time to plan; "" for none."""
     every = plan.figures.variants if plan.figures else ()
     late = sum(one.note.startswith(UNPLANNED) for one in every)
     text = f"time was over before {late} of {len(every)} variants could be planned"
@@ -64,7 +64,7 @@ def _loops(plan: Plan) -> Values:
 
 
 def _branches(plan: Plan) -> Values:
-    """Times by flag, or else the samples' range, as a median may be of one branch."""
+    """Returns times by branch, or else the samples' range, and the branches."""
     texts = [text for text in plan.uncounted if not text.startswith("while")]
     mine = [row for row in plan.race if row.name == plan.winner]
     flags = few([f"{ms:.3f} ms with {flag}" for r in mine for flag, ms in r.flag_ms])
@@ -149,11 +149,11 @@ def _gains(is_measured: bool) -> Callable[[Plan], Values]:
 
 
 def _left(has_kernel: bool) -> Callable[[Plan], Values]:
-    """Lists parts that stay as written, or kernels that fail, by kind, with reasons."""
+    """Describes parts without a kernel, or (`has_kernel`) kernels that were refused."""
 
     def values(plan: Plan) -> Values:
         every = plan.figures.left if plan.figures else ()
-        refused = any(one.kernel for one in every)  # They say it of each kernel.
+        refused = any(one.kernel for one in every)  # These give each kernel's reason.
         some = [o for o in every if not (refused and o.reason == words.NONE_CAN)]
         texts = defaultdict[str, list[str]](list)
         for one in some:
@@ -172,12 +172,12 @@ def _left_text(one: LeftFigures) -> str:
 
 
 def _count(name: str, one: str, many: str) -> Callable[[Plan], Values]:
-    """A count of the search with its noun, if it is not zero."""
+    """Returns a function that writes a count of `Plan.search`, if not zero."""
     return lambda plan: counted(n, one, many) if (n := plan.search.get(name)) else ()
 
 
 def precision_text(plan: Plan) -> str:
-    """Says which products are computed in FP8, and why the others are not."""
+    """Counts the products computed in FP8, and gives reasons for the others."""
     if not plan.products:
         return ""
     counts = {why: sum(of.values()) for why, of in plan.products.items()}
@@ -196,7 +196,7 @@ def precision_text(plan: Plan) -> str:
 
 
 def _crossing(plan: Plan) -> Values:
-    """Axes that cross hosts; bytes of all groups, and time, there and of the rest."""
+    """Returns axes that cross hosts; bytes and ms along them, and along the others."""
     across, sizes = plan.environment.get("crosses_hosts", ""), dict(plan.mesh_axes)
     totals = {side: [0, 0.0] for side in (True, False)}
     for move in (move for row in plan.rows for move in row.moves):
@@ -209,7 +209,7 @@ def _crossing(plan: Plan) -> Values:
 
 
 def _undivided(plan: Plan) -> Values:
-    """A described plan's devices and its batch, if they divide a part of it."""
+    """Returns a described plan's devices and its batch, if they do not divide it."""
     devices = prod(n for _, n in plan.mesh_axes)
     batch = round(plan.search.get("batch_samples") or 0)
     is_left = "described" in plan.environment and batch % devices
@@ -221,8 +221,7 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (unplanned_text, "{}"),
     (
         _count(UNMEASURED_STRATEGIES, *words.STRATEGIES),
-        f"time was too short to measure {{}}: {_MORE_TIME}, and what was measured is "
-        "kept",
+        f"time was too short to measure {{}}: {_MORE_TIME}, and measurements are kept",
     ),
     (
         _nothing_sharded,
@@ -230,26 +229,26 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
         "batch",
     ),
     (_crossing, "goes from host to host: {}, {}; {} stay within hosts; one by one"),
-    (_undivided, "{} devices do not divide the batch of {}: not each has its own rows"),
+    (_undivided, "{} devices do not divide the batch of {}: some have the same rows"),
     (lambda plan: "; ".join(plan.site_checks), "{}"),
     (
         _loops,
-        "counted as one iteration, in predictions too, since the program does not say "
-        "how many: {}",
+        "counted as one iteration, in predictions too, since their length is unknown: "
+        "{}",
     ),
     (
         _branches,
-        "{}, and predicted with all branches: a step with another one may take "
-        "longer: {}",
+        "{}, and predicted with all branches; steps that take other branches may be "
+        "slower: {}",
     ),
     (_estimates, "predictions are estimates{}"),
     (
         _undonated,
-        "the state is there twice: donate {} (donate_argnums, --donate), and up "
-        "to {} of each device are free",
+        "the state is in memory twice: donate {} (donate_argnums, --donate) to free up "
+        "to {} on each device",
     ),
     (words.budget_text, "{}"),
-    (_in_host, "in the memory of the host between steps: {}"),
+    (_in_host, "in host memory between steps: {}"),
     (lambda plan: few(plan.uneven), "whole, since the mesh does not divide it: {}"),
     (
         lambda plan: few(plan.replicated_ops),
@@ -262,14 +261,14 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     ),
     (
         lambda plan: few(plan.host_callbacks_skipped),
-        "not called while it was measured: {}",
+        "host callbacks that measuring did not call: {}",
     ),
     (
         _replaced,
         "replaced, in the same dtypes: {}; as written by --attention none, or "
         "PlannerSettings(attention=())",
     ),
-    (_chosen_among, "chosen among {} alone, as choose= (--choose) asks"),
+    (_chosen_among, "chosen among {} alone, by choose= (--choose)"),
     (_gains(is_measured=True), "worth as measured: {}"),
     (_gains(is_measured=False), "worth by prediction: {}"),
     (_left(has_kernel=False), "{}"),

@@ -1,4 +1,4 @@
-"""The rows that are shown of a plan, made once: text and page print the same."""
+"""Tables of a plan, made once for text and page."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from cfp.view import words
 from cfp.view.console import Rows, row_of
 
 _SIZE = re.compile(r" [\d.]+ (B|[KMG]iB)")
-# With fewer samples nothing is said of their spread.
+# Least number of samples to show their spread.
 _SPREAD_SAMPLES = 4
 
 
 def ms_text(value: float | None, form: str = ".3f") -> str:
-    """Milliseconds with three digits, or a dash."""
+    """Formats milliseconds; a dash for None."""
     return "-" if value is None else format(value, form)
 
 
@@ -32,16 +32,16 @@ def ms_text(value: float | None, form: str = ".3f") -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockView:
-    """One block of several segments that are alike.
+    """The same block of several segments that are alike.
 
     Attributes:
-        row: a block with the collectives of most; the first and the last segment have
-            other neighbours.
-        members: the block in each of the segments, by its index.
-        name: one name for all: ``Net/layer_0-3/up``.
+        row: a block with the most frequent collectives; the first and last segments may
+            have others.
+        members: number of the block in each of the segments.
+        name: merged name: ``Net/layer_0-3/up``.
         path: the name without the module that contains all blocks.
-        sharded: the dims that each axis shards, in words.
-        exceptions: the collectives of the other segments, in words.
+        sharded: text on the dims that each axis shards.
+        exceptions: texts on the collectives of the other segments.
     """
 
     row: PlanRow
@@ -53,17 +53,18 @@ class BlockView:
 
     @property
     def collectives(self) -> str:
-        """Describes the collectives of most blocks, and the exceptions."""
+        """Text on the most frequent collectives, and the exceptions."""
         return "; ".join([words.moves_text(self.row.moves), *self.exceptions])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentView:
-    """Segments that are alike, each in another repeat of a run.
+    """Segments that are alike, each in another repeat of a run of segments.
 
     Attributes:
-        parameters: storage and rematerialization, in words.
-        time_ms: time of each segment; None if not measured.
+        indices: the segments' numbers.
+        parameters: text on storage, kernels and rematerialization.
+        time_ms: time of each segment; None if unknown.
         ends: True for the last segment of a repeat.
     """
 
@@ -109,7 +110,7 @@ def segments_of(plan: Plan) -> tuple[SegmentView, ...]:
 
 
 def _longest_repeat(marks: Sequence[tuple], at: int) -> tuple[int, int]:
-    """(period, count) of the longest repeat from here on; (1, 1) if there is none."""
+    """Returns (period, count) of the longest repeat from `at`; (1, 1) for none."""
     best = (1, 1)
     for period in range(1, (len(marks) - at) // 2 + 1):
         count = 1
@@ -122,9 +123,9 @@ def _longest_repeat(marks: Sequence[tuple], at: int) -> tuple[int, int]:
 
 
 def _block(twins: Sequence[PlanRow], prefix: str) -> BlockView:
-    """Merges blocks: the collectives of most, and those of others in words.
+    """Merges the same block of several segments; compares collectives without sizes.
 
-    Sizes differ a little for tensors that belong to no block for sure.
+    A collective's size may differ a little, since some tensors belong to no one block.
     """
     kinds: dict[str, list[PlanRow]] = {}
     for twin in twins:
@@ -153,7 +154,7 @@ def update_texts(updates: Sequence[BlockView]) -> tuple[str, str, str]:
     """Merges the blocks without products in an optimizer's update.
 
     Returns:
-        Their name, the number of blocks that each axis shards, and their collectives.
+        Texts: a name, the number of blocks that each axis shards, and collectives.
     """
     axes = Counter(one.axis for block in updates for one in block.row.strategy)
     parts = [f"{axis}: {n} of {len(updates)}" for axis, n in sorted(axes.items())]
@@ -167,7 +168,7 @@ def update_texts(updates: Sequence[BlockView]) -> tuple[str, str, str]:
 
 
 def blocks_rows(segments: Sequence[SegmentView]) -> Rows:
-    """Tabulates the blocks, each group of alike segments once."""
+    """Tabulates blocks; segments that are alike share rows."""
     rows = []
     for segment in segments:
         count, time_ms = len(segment.indices), segment.time_ms
@@ -218,9 +219,9 @@ class CandidateView:
     """A program of the race, with all its names.
 
     Attributes:
-        row: the row of its fastest variant, or of the winner.
+        row: the row of the program's fastest variant, or of the winner.
         won: True for the plan's program.
-        others: other names of the same program.
+        others: names of other candidates with the same program.
     """
 
     row: RaceRow
@@ -229,7 +230,7 @@ class CandidateView:
 
 
 def _place(row: RaceRow) -> tuple[bool, float, float]:
-    """Sort key: rows that cannot win come last, even with a time."""
+    """Sort key: by measured, then predicted time; rows with a note last."""
     times = (row.time_ms, row.predicted_ms)
     first, second = (float("inf") if ms is None else ms for ms in times)
     return bool(row.note), first, second
@@ -270,7 +271,7 @@ def chosen_text(plan: Plan) -> str:
         own_ms = (own or ran[0]).row.time_ms or 0.0
         rival_ms, then, place = rival.row.time_ms or 0.0, "", "the fastest"
         if rival_ms * (1.0 + ALIKE) < own_ms:
-            # In earlier turns, at other clocks, in which the winner was faster still.
+            # Its time is of earlier turns, at other clocks; the winner was faster then.
             place, then = "the fastest, timed again,", " in earlier turns"
         elif rival_ms < own_ms:
             place = "as fast as the fastest"
@@ -289,7 +290,7 @@ def chosen_text(plan: Plan) -> str:
 
 
 def race_rows(plan: Plan) -> Rows:
-    """Tabulates the alternatives to a plan, the fastest first, with the plan's own."""
+    """Tabulates the candidates of the race, the fastest first."""
     found = candidates_of(plan)
     notes = {one.row.note for one in found}
     shared = notes.pop() if len(found) > 1 and len(notes) == 1 else ""
@@ -328,7 +329,7 @@ def race_rows(plan: Plan) -> Rows:
 
 
 def variants_rows(plan: Plan) -> Rows:
-    """Tabulates the meshes and microbatches that were compared."""
+    """Tabulates the compared meshes and microbatches, the fastest first."""
     figures = plan.figures
     every = figures.variants if figures else ()
     times = [one.estimated_ms if one.step_ms is None else one.step_ms for one in every]
@@ -345,7 +346,7 @@ def variants_rows(plan: Plan) -> Rows:
         )
     ]
     headings = (" ", "variant", "estimated before ms", "step ms", "note")
-    alone = "Step times: of each plan's own race or prediction."
+    alone = "Step times: from each plan's own race or prediction."
     raced = "Step times: the fastest plan of each, timed in turn in one race."
     note = raced if figures and figures.variants_raced else alone
     title = "Meshes and microbatches compared"
@@ -356,7 +357,7 @@ def variants_rows(plan: Plan) -> Rows:
 
 
 def more_rows(plan: Plan) -> Iterator[Rows]:
-    """Tabulates memory, collectives, strategies, arguments and versions."""
+    """Makes the page's last tables: memory, collectives, strategies, arguments, ..."""
     yield memory_rows(plan)
     moves = merged_moves(move for row in plan.rows for move in row.moves)
     yield Rows(
@@ -371,8 +372,8 @@ def more_rows(plan: Plan) -> Iterator[Rows]:
             for move in moves
         ],
         notes=(
-            "As the plan calls for them; the compiler may merge some. Milliseconds: "
-            "each launched by itself.",
+            "Collectives of the plan; the compiler may merge some. Milliseconds: each "
+            "launched alone.",
         ),
     )
     kinds = plan.figures.kinds if plan.figures else ()
@@ -418,8 +419,8 @@ def strategies_rows(plan: Plan, kind: int) -> Rows:
                 won=bool(one.taken),
             )
         )
-    notes = ["Of the step if all these segments took it, all others as now."]
-    notes += ["The plan's own was not measured by itself."] * (not figures.picks)
+    notes = ["Of the step with this strategy for these segments, others as planned."]
+    notes += ["The plan's own strategy was not measured alone."] * (not figures.picks)
     headings = ("strategy", "what it does", "step ms", "memory", "segment ms")
     return Rows(
         title=f"Strategies {words.known_how(plan)}: {figures.kinds[kind].name}",
@@ -430,7 +431,7 @@ def strategies_rows(plan: Plan, kind: int) -> Rows:
 
 
 def memory_rows(plan: Plan) -> Rows:
-    """Tabulates memory at its peak; residuals live from forward to backward pass."""
+    """Tabulates the parts of peak memory; residuals live from forward to backward."""
     figures, parts = plan.figures, {}
     if figures and figures.picks:
         taken = [figures.kinds[k].options for k in figures.segment_kinds]

@@ -1,7 +1,7 @@
-"""Plans as text, as a page of HTML and as Python; what explains and compares them.
+"""Writes plans as text, HTML and Python; explains and compares plans.
 
-Everything stands in the plan itself, so that a saved plan prints like a fresh one. The
-page has the rows of the text, with bars; every text in it is escaped.
+All data is in the plan, so that a saved plan prints like a fresh one. The page has the
+rows of the text, with bars, and escapes every text.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from cfp.view.rows import (
 )
 from cfp.view.words import few, headline, throughput
 
-_MOST_SEGMENTS = 4  # as many as a short text has room for
+_MOST_SEGMENTS = 4  # Of a short text.
 
 
 def short_text(plan: Plan) -> str:
-    """Returns the most important facts about a plan in a few lines."""
+    """Returns the most important facts about a plan in a few lines, as its repr."""
     figures = "; ".join(words.figure_texts(plan))
     lines = [words.title(plan), figures or "neither predicted nor measured"]
     lines += [f"{rates}"] if (rates := throughput(plan)) is not None else []
@@ -74,7 +74,7 @@ def short_text(plan: Plan) -> str:
 
 
 def _segment_text(segment: SegmentView) -> str:
-    """Describes briefly how the blocks of some segments are sharded."""
+    """Describes the shardings of a segment's blocks in one line."""
     modules: list[str] = []
     by_roles: dict[str, list[str]] = {}
     alike = Counter(
@@ -130,7 +130,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """Segments that are alike, in words.
+    """Text about segments (runs of blocks) with equal choices.
 
     Attributes:
         blocks: heading of each block, with its facts by label.
@@ -146,7 +146,7 @@ def explained(plan: Plan, wanted: set[int] | None = None) -> Iterator[Explained]
     """Explains segments in order.
 
     Args:
-        wanted: the blocks to explain; by default all.
+        wanted: numbers of the blocks to explain; by default all.
     """
     kinds = plan.figures.segment_kinds if plan.figures else ()
     for segment in segments_of(plan):
@@ -188,17 +188,17 @@ def facts(plan: Plan) -> Iterator[str]:
         yield f"No strategies to compare: {why}."
     if any(move.time_ms is not None for row in plan.rows for move in row.moves):
         yield (
-            "Times of collectives: each launched by itself; in a segment's time those "
-            "that are combined may share a launch."
+            "Times of collectives are of separate launches; within a segment, combined "
+            "collectives may share a launch."
         )
     yield from (f"{words.sentence(remark)}." for remark in remarks(plan))
 
 
 def explain_text(plan: Plan, block: str | None = None) -> str:
-    """Explains a plan, or one of its blocks, ``columns`` characters wide.
+    """Explains a plan, or some of its blocks, in lines of `columns()` characters.
 
     Args:
-        block: part of a block's name, or a pattern with ``*``; by default all blocks.
+        block: part of blocks' names, or a pattern with ``*``; by default all blocks.
 
     Raises:
         CfpError: no block has such a name.
@@ -221,7 +221,7 @@ def explain_text(plan: Plan, block: str | None = None) -> str:
 
 
 def _wanted(plan: Plan, block: str) -> set[int]:
-    """Finds blocks by their names, or by those of repeated ones: layer_0-3."""
+    """Finds numbers of blocks by name, or by a merged name such as layer_0-3."""
     sought = block.casefold()
     pattern = sought if "*" in sought else f"*{sought}*"
 
@@ -242,14 +242,14 @@ _FOLDER = Path(__file__).parent
 
 
 def page_html(plan: Plan, is_small: bool = False) -> str:
-    """Renders a page with its own style; it loads nothing else.
+    """Renders a plan as HTML with its own style, which loads nothing else.
 
     Args:
-        is_small: True for a part of a page, without the last tables, for notebooks.
+        is_small: True for a fragment without the last tables, for notebooks.
     """
     environment = Environment(
         loader=FileSystemLoader(_FOLDER),
-        # Names in a plan are those of any program, or of any file.
+        # Names in a plan may contain markup.
         autoescape=True,
         undefined=StrictUndefined,
         finalize=_without_controls,
@@ -281,7 +281,7 @@ _MOST_CHANGES = 4
 
 
 def diff_data(first: Plan, second: Plan) -> dict[str, tuple[str, str]]:
-    """Lists differences as plain data: the value in both plans, or ""."""
+    """Maps facts that differ to their texts in both plans; "" where missing."""
     one, two = _facts(first), _facts(second)
     pairs = {name: (one.get(name, ""), two.get(name, "")) for name in {**one, **two}}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -290,7 +290,7 @@ def diff_data(first: Plan, second: Plan) -> dict[str, tuple[str, str]]:
 def diff_text(
     first: Plan, second: Plan, names: tuple[str, str] = ("first", "second")
 ) -> str:
-    """Lists differences, one a line; repeated layers share a line."""
+    """Lists differences of two plans, one a line; repeated layers share a line."""
     lines = [f"{names[0]} -> {names[1]}"]
     groups: dict[tuple[str, str], list[str]] = {}
     for name, pair in diff_data(first, second).items():
@@ -333,13 +333,13 @@ def _facts(plan: Plan) -> dict[str, str]:
 
 
 def _spec_text(spec: Spec) -> str:
-    """Writes a sharding as a PartitionSpec's entries: ``None, x``."""
+    """Writes a PartitionSpec's entries: ``None, x``; or "replicated"."""
     dims = ["+".join(names) or "None" for names in spec]
     return ", ".join(dims) if any(spec) else "replicated"
 
 
 def python_text(plan: Plan) -> str:
-    """Writes shardings of arguments, results and constraints, by source line."""
+    """Writes a plan's shardings of arguments, results and values as Python code."""
     return "\n".join(_lines(plan)) + "\n"
 
 
@@ -380,7 +380,7 @@ def _code(spec: Spec, kind: str | None = None) -> str:
     """Writes a sharding as Python: ``P(None, 'x')``.
 
     Args:
-        kind: the tensor's type; JAX may show fewer dims than the program has.
+        kind: the tensor's type in JAX, which may have fewer dims than the spec.
     """
     rank = len(spec) if kind is None else len(shape_of(kind))
     dims = spec[:rank]

@@ -1,7 +1,4 @@
-"""Short texts about a plan, which all views share.
-
-Rates of a step's computation, by which users judge a plan.
-"""
+"""Short texts about a plan, and its throughput, which all views share."""
 
 from __future__ import annotations
 
@@ -36,17 +33,17 @@ STRATEGIES = "strategy", "strategies"  # for `cfp.printable.counted`
 SAME_MS = 0.0005  # Less does not show.
 ALL_SECONDS = "planning_seconds"
 NONE_CAN = "no kernel that may be used can compute it"
-# Entries of `Plan.search` after `cfp verify`, which has measured the plan: it was made
-# for described devices; it was made for devices of another kind. The environment is
-# that of the devices on which it was verified.
+# Entries of `Plan.search` after `cfp verify`: the plan was measured; it was made for
+# described devices; it was made for devices of another kind. `Plan.environment` is then
+# of the verifying devices.
 VERIFIED, WAS_DESCRIBED = "verified", "was_described"
 OTHER_DEVICES = "other_devices"
-# Of a budget that was asked for, what is held back for the allocator.
+# Entry of `Plan.search`: bytes of the memory budget reserved for the allocator.
 RESERVE_BYTES = "reserve_bytes"
 
 
 def storage_text(segment: PlanSegment) -> str:
-    """Describes how a segment's parameters are stored, and rematerialization."""
+    """Describes a segment's storage, kernels and rematerialization."""
     stored = segment.shown_storage
     words = STORAGE_WORDS[stored] if stored else _NONE_OF_ITS_OWN
     words += ", those of another segment" if segment.shared else ""
@@ -55,14 +52,14 @@ def storage_text(segment: PlanSegment) -> str:
 
 
 def parameters_text(stored: str) -> str:
-    """Returns "parameters" and how they are stored; or that there are none."""
+    """Adds "parameters" or "no parameters" to a text of `storage_text`."""
     if stored.startswith(_NONE_OF_ITS_OWN):
         return f"no parameters{stored.removeprefix('none')}"
     return f"parameters {stored}"
 
 
 def kernels_text(kernels: SegmentKernels) -> str:
-    """Describes the kernels of a segment; "" if there are none."""
+    """Lists the kernels of a segment: ``cudnn attention``; "" without any."""
     return ", ".join(f"{name} {kind}" for kind, name in kernels)
 
 
@@ -98,7 +95,7 @@ def move_text(move: MoveFigure) -> str:
 def moves_text(moves: Sequence[MoveFigure]) -> str:
     """Describes collectives: ``all-reduce over x, 4 MiB in each of 12 iterations``.
 
-    Collectives below a kilobyte are left out.
+    Collectives below a KiB are left out; "-" if none is left.
     """
     parts = [
         f"{move.kind} over {','.join(move.axes)}, {format_bytes(size)}"
@@ -110,13 +107,13 @@ def moves_text(moves: Sequence[MoveFigure]) -> str:
 
 
 def elided(name: str, width: int = 72) -> str:
-    """Shortens a very long name in its middle."""
+    """Shortens a name of more than `width` characters in its middle."""
     half = (width - 3) // 2
     return name if len(name) <= width else f"{name[:half]}...{name[-half:]}"
 
 
 def few(texts: Sequence[str], between: str = ", ", most: int = 4) -> str:
-    """Joins the first different texts, with the number of the others."""
+    """Joins up to `most` different texts, and counts others: ``a, b and 3 more``."""
     texts = [*dict.fromkeys(texts)]
     more = len(texts) - most
     return between.join(texts[:most]) + (f" and {more} more" if more > 0 else "")
@@ -157,7 +154,7 @@ def figure_texts(plan: Plan) -> list[str]:
 
 
 def memory_text(plan: Plan) -> str:
-    """Describes the memory of a plan, and says whether it fits, if that is known."""
+    """Describes a plan's memory, and its fit in the budget; "" if unknown."""
     if (size := _needed_bytes(plan)) is None:
         return ""
     how = f", {_predicted_how(plan)}" if plan.peak_bytes is None else ""
@@ -173,7 +170,7 @@ def _needed_bytes(plan: Plan) -> int | None:
 
 
 def is_within_budget(plan: Plan) -> bool:
-    """True if a plan fits in the memory that it may use, as far as both are known."""
+    """True if a plan fits in the memory that it may use, or either is unknown."""
     size, budget = _needed_bytes(plan), plan.figures and plan.figures.budget_bytes
     return not (size and budget) or size <= budget
 
@@ -183,20 +180,20 @@ def _predicted_how(plan: Plan) -> str:
 
 
 def known_how(plan: Plan) -> str:
-    """Returns "estimated" or "measured": the source of strategies' times."""
+    """Returns the source of strategies' times: "estimated" or "measured"."""
     estimated = {"strategies_estimated", WAS_DESCRIBED} & plan.search.keys()
     return "estimated" if estimated else "measured"
 
 
 def basis_text(plan: Plan) -> str:
     """Returns the basis of a plan's predicted time: ``by estimates``."""
-    # A plan that raced on virtual devices is measured, its prediction is not.
+    # A plan may be measured on virtual devices, and its prediction estimated.
     is_estimate = "estimated" in (plan.rung, known_how(plan))
     return "by estimates" if is_estimate else "by measured segments"
 
 
 def summary_line(plan: Plan) -> str:
-    """Counts measurements, and sums up the time of planning by pass."""
+    """Counts measured strategies, and lists the seconds of each pass."""
     search, seconds, parts = plan.search, "_seconds", []
     if "strategies_measured" in search:
         failed = search.get("strategies_failed")
@@ -216,7 +213,7 @@ def summary_line(plan: Plan) -> str:
     parts += [", ".join(passes)] if passes else []
     for name, what in ((ALL_SECONDS, "in all"), (VARIANTS_SECONDS, "for all variants")):
         parts += [f"{search[name]:.1f} s {what}"] if name in search else []
-    # `cfp verify` leaves the seconds of the planning before it.
+    # The seconds are of planning, before `cfp verify`.
     return "before it was verified: " * (VERIFIED in search) + "; ".join(parts)
 
 
@@ -226,7 +223,7 @@ def has_raced(plan: Plan) -> bool:
 
 
 def is_sharded(plan: Plan) -> bool:
-    """True if a plan shards any value, or the user shards a region by hand."""
+    """True if a plan shards any value, or the step has a sharded `shard_map`."""
     inside = plan.constraints
     specs = [*plan.arg_specs, *plan.output_specs]
     specs += [*inside.values.values(), *inside.uses.values()]
@@ -234,7 +231,7 @@ def is_sharded(plan: Plan) -> bool:
 
 
 def runs_whole(plan: Plan) -> bool:
-    """True if several devices run all blocks in full, and no region by hand."""
+    """True if several devices run all blocks in full, without a `shard_map`."""
     devices = prod(size for _, size in plan.mesh_axes)
     return devices > 1 and bool(plan.rows) and not _shards_blocks(plan)
 
@@ -246,18 +243,18 @@ def _shards_blocks(plan: Plan) -> bool:
 
 
 def unsearched_text(plan: Plan) -> str:
-    """Explains why no strategies of a plan are known; "" if some are."""
+    """Explains why a plan has no strategies to compare; "" if it has some."""
     if not plan.rows:
         return "the step has no contraction to shard"
     if plan.figures and any(kind.options for kind in plan.figures.kinds):
         return ""
     if VERIFIED in plan.search:
-        return "it is the fastest that cfp verify timed, which times whole steps alone"
-    return "the strategy was asked for by name, and none was measured"
+        return "cfp verify chose the plan, and times whole steps only"
+    return "the preset was given by name, and no strategy was measured"
 
 
 def budget_text(plan: Plan) -> str:
-    """Compares the memory that a plan may use with all of a device's; or ""."""
+    """Describes a plan's memory budget; "" if it is not less than the device's."""
     budget = plan.figures and plan.figures.budget_bytes
     kind = kind_of(plan.environment.get("device_kind", ""))
     whole, reserve = kind.memory_bytes if kind else 0, plan.search.get(RESERVE_BYTES, 0)
@@ -271,7 +268,7 @@ def budget_text(plan: Plan) -> str:
     return text
 
 
-# Rates of float32 are of other products, by the kind's platform; see its file.
+# Types in which a platform multiplies float32, for the rates in its device file.
 _NAME = {"gpu": {"float32": "float32 (TF32)"}, "tpu": {"float32": "float32 (bfloat16)"}}
 # JAX's precisions with which GPUs compute products of float32 in TF32.
 _TF32 = frozenset(
@@ -285,16 +282,16 @@ class Throughput:
     """Rates of a step's computation.
 
     Attributes:
-        model_tflop: of one step, without what the step or the plan rematerializes.
-        uncounted_loops: loops of unknown length, of which one iteration is counted.
-        step_ms: the time that the rates are of: measured if there is one.
-        tflop_per_s: of each device; None if loops are not counted in full.
-        runs_whole: whether all devices compute the same.
-        rate_share: of the devices' nominal matrix rates, by the types of the products;
-            None for kinds that are not shipped, and float32 that is not TF32.
-        rate_dtypes: the types that these rates are of, such as "float32 (TF32)".
-        tokens_per_s: None where the batch does not show tokens.
-        samples_per_s: None where it does, or the batch is not known.
+        model_tflop: 1e12 FLOPs of one step, without rematerialized FLOPs.
+        uncounted_loops: number of loops of unknown length, counted as one iteration.
+        step_ms: the step time for the rates.
+        tflop_per_s: rate of each device; None with uncounted loops.
+        runs_whole: True if all devices compute the same.
+        rate_share: share of the devices' nominal matrix rates for the products' types;
+            None for unknown devices, and for float32 without TF32.
+        rate_dtypes: types of these rates, such as "float32 (TF32)".
+        tokens_per_s: None if the batch has no tokens.
+        samples_per_s: None if the batch has tokens or is unknown.
     """
 
     model_tflop: float
@@ -358,12 +355,12 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
 
 
 def _share_of_rate(plan: Plan, tflop_per_s: float) -> tuple[float | None, str]:
-    """The share of a device's nominal rate, and the types of products it is of."""
+    """Returns the share of a device's nominal rates, and the products' types."""
     environment, narrow = plan.environment, plan.search.get("narrow_share", 0.0)
     kind = kind_of(environment.get("device_kind", ""))
     shares = ("bfloat16", narrow), ("float32", 1.0 - narrow)
     used = {dtype: part for dtype, part in shares if part > 0}
-    # In JAX's default precision: what a product asks for itself is not seen.
+    # By JAX's default precision; a product's own precision is unknown here.
     is_tf32 = environment.get("matmul_precision", "None") in _TF32
     is_tf32 &= "NVIDIA_TF32_OVERRIDE=0" not in environment.get("cuda", "")
     if kind is None or ("float32" in used and not is_tf32):

@@ -96,7 +96,7 @@ def test_a_plan_fits_with_moments_in_the_memory_of_the_host(plan):
     kept = plan.search["host_bytes"]
     assert kept == len(names) * MIB / 2
     text = " ".join(repr(plan).split())
-    assert f"in the memory of the host between steps: {len(names)} arguments" in text
+    assert f"in host memory between steps: {len(names)} arguments" in text
     assert format_bytes(round(kept)) in text and "without which nothing fits" in text
 
 

@@ -68,7 +68,7 @@ _ALL = (
         name="xla",
         module=plain,
         scores=ScoreMemory.ALL,
-        matmul_share=0.1,  # By what keeping its scores takes.
+        matmul_share=0.1,  # Low, since scores are written to memory.
         any_positions=True,
     ),
 )

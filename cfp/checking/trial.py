@@ -102,7 +102,7 @@ class Trial:
         return {leaf.path for leaf in self.every if leaf.is_undecided}
 
 
-_WHOLE = "result"  # Of a step that returns one array.
+_WHOLE = "result"  # Name of the result of a step that returns one array.
 
 
 def run_trial(

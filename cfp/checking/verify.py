@@ -177,21 +177,21 @@ def verified_text(plan: Plan, best: Plan) -> Sequence[str]:
     does = "does not run here" if time_ms is None else f"takes {time_ms:.3f} ms"
     lines = [f"The plan {plan.winner!r} {does}."]
     if plan.predicted_ms is not None and time_ms is not None:
-        how_far = "of other devices, with which times of these are not compared"
+        how_far = "not compared, since the prediction is for other devices"
         how_far = how_far if off is None else f"off by {off:+.1%}"
         lines.append(
-            f"Predicted were {plan.predicted_ms:.3f} ms, {basis_text(plan)}: {how_far}."
+            f"Predicted: {plan.predicted_ms:.3f} ms, {basis_text(plan)}: {how_far}."
         )
     if late := sum(row.note == TOO_LATE for row in others):
-        count = counted(late, "other was", "others were")
+        count = counted(late, "other program was", "other programs were")
         lines.append(f"{count} not compiled: --seconds gives more time.")
     slower = sum(row.time_ms is not None for row in others)
     if best.measured_ms != time_ms:
         fastest = f"{best.winner!r}: {best.measured_ms:.3f} ms"
-        lines.append(f"Faster is {fastest}. It is what -o writes.")
+        lines.append(f"The fastest is {fastest}. -o writes this plan.")
     elif slower:
-        count = counted(slower, "other that ran is", "others that ran are")
-        lines.append(f"{count} slower, or as fast.")
+        count = counted(slower, "other program", "other programs")
+        lines.append(f"{count} ran, none faster.")
     else:
-        lines.append("Nothing else ran, so that nothing is known to be faster.")
+        lines.append("No other program ran, so a faster one is not known.")
     return lines

@@ -370,7 +370,7 @@ CHECKS = (
 
 
 def examine(only: Collection[str] = (), timeout_s: float = 300) -> Iterator[Result]:
-    """Runs checks by name (default: all); those with JAX share one time limit."""
+    """Runs checks by name (default: all); checks with JAX share one time limit."""
     checks = [check for check in CHECKS if not only or check.name in only]
     yield from (check.result() for check in checks if check.run in WITHOUT_JAX)
     if not (checks := [check for check in checks if check.run not in WITHOUT_JAX]):

@@ -1,1 +1,1 @@
-"""Estimates of a choice's time and memory, computed without measurements."""
+"""Estimates of a choice's time and memory, without compiling it."""

@@ -73,7 +73,7 @@ def print_environment(found: Mapping[str, Any], console: Console) -> None:
 
 def print_list(operators: Sequence[Operator], console: Console) -> None:
     """Prints operators and implementations, with "yes" or the reason of a refusal."""
-    table = _table("operator", "implementation", "here", "what it computes")
+    table = _table("operator", "implementation", "here", "result")
     shape = Shape.parse(CPU_SHAPES[0])
     for operator in operators:
         about = (operator.name, operator.summary)

@@ -122,7 +122,7 @@ class Steps:
         self._free = {region.scores.id: "d", **free}
         self.found = {n: self._step(n, op) for n, op in self._order.items()}
 
-    # -- what dims run over ------------------------------------------------------------
+    # -- names of dims -----------------------------------------------------------------
 
     def _of(self, op: Op, v: int, dims: Dims, known: dict[int, int]) -> _Places:
         """Numbers of a tensor's dims, by an op's factors; fills `known`."""
@@ -175,7 +175,7 @@ class Steps:
             kind = "k" if root in keys else "b" if len(own) > 1 else "q"
             sides[kind] |= own
             if root in names:
-                raise Different("its scores are combined with those of other positions")
+                raise Different("it combines scores of different positions")
             same = sum(name[0] == kind for name in names.values())
             names[root] = kind if kind == "k" else f"{kind}{same}"
         if {len(sides["k"]), len(sides["q"])} != {1} or sides["k"] & sides["q"]:

@@ -67,7 +67,7 @@ class Meaning:
         visible: combinations of the masks' states that show a key.
         by_key: True if masks, if any, hide keys from all queries and heads alike.
         empty: output of a query that sees no key; "" if every query sees one.
-        passes_hidden: True if gradients of such a query pass to all scores.
+        passes_hidden: True if gradients of a query without keys pass to all scores.
     """
 
     tokens: str

@@ -347,7 +347,7 @@ class AttentionProposal:
         scores = heads * rows * columns
         # Numbers in the rows of a query position and of a key position.
         query, key = heads * problem.head_dim, kv_heads * problem.head_dim
-        # Products are in float32, what they read is in the type of the operands.
+        # Products are in float32, and their inputs in the operands' type.
         if not is_backward:
             chunks = rows * query * (own + _FLOAT) + 2 * columns * key * own
             needed = scores * (_FLOAT + own) + queries * query * _FLOAT

@@ -347,7 +347,7 @@ class Region:
         program = self.program
         if not {*program.outputs}.isdisjoint(self.values.standing(v)):
             raise Different(
-                "the step returns the scores, the weights, or what is computed of them"
+                "the step returns the scores, the weights, or values made from them"
             )
         for op, index, w in self.values.readers(v):
             if op.kind == "dot_general":

@@ -45,7 +45,7 @@ def register_policy(policy: type[Policy]) -> type[Policy]:
     """
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise CfpError(
-            f"{policy!r} is no policy: derive it from cfp.operators.inject.Policy."
+            f"{policy!r} is no policy: give a subclass of cfp.operators.inject.Policy."
         )
     registered.insert(0, policy)
     return policy

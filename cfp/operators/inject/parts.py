@@ -79,7 +79,7 @@ def _turned(parameters: Any, first: str, hidden: int) -> dict[str, Any]:
     """
     rows, columns = parameters[first]["kernel"].shape
     if rows == columns:
-        raise Refused("has a square kernel, which may be transposed or not")
+        raise Refused("has a square kernel, whose layout is unknown")
     if columns != hidden:
         return parameters
     return {
@@ -118,8 +118,8 @@ class _OfHF(Policy):
                 raise Refused(f"is called with {', '.join(asked)}")
             if mask is not None and not self.right_padded:
                 raise Refused(
-                    "is called with a mask; right_padded=True says that masks are "
-                    "those of padding at the ends of sequences"
+                    "is called with a mask; give right_padded=True if masks only mask "
+                    "padding at the ends of sequences"
                 )
             return self.compute(part, parameters, hidden, mask)
 

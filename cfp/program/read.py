@@ -1,12 +1,12 @@
 """Reads a normalised module into a frozen :class:`~cfp.program.graph.Program`.
 
-A program has two fingerprints: of its structure, and of all values. A learning rate, an
-epsilon or a table changes the result of a step, but neither its best sharding nor its
-cost. Plans and measurements therefore depend on structure: ops, types, attributes, and
-the constants that decide how often a loop runs or which place is read or written. A
-compiled program depends on the values of all constants.
+A program has two digests. `fingerprint` is of the structure: ops, types, attributes,
+trip counts and indices. It keys plans and measurements, since other constants (a
+learning rate, a table) change neither the best sharding nor the cost. `content`
+includes all constants, and keys compiled programs.
 
-A program's operations in short, to say where another one differs from it.
+An :class:`Outline` lists a program's operations in short, in a plan's file. Messages
+use it to say where a step differs from the planned one.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from cfp.program.rules import (
     rule_of,
 )
 
-# Operands at and behind this one say where an op reads or writes.
+# First operand with the indices at which an op reads or writes.
 _FIRST_INDEX = {
     "stablehlo.dynamic_slice": 1,
     "stablehlo.dynamic_update_slice": 2,
     "stablehlo.gather": 1,
     "stablehlo.scatter": 1,
 }
-# Counters and indices are small; tables are data, whatever they are used for.
+# Most elements of counters and indices; larger integer tensors are data.
 _MOST_ELEMENTS = 16
 
 
 def _is_counter_type(kind: ir.Type) -> bool:
-    """True if values of a type may count iterations or index a place."""
+    """True for small integer tensors, which may be counters or indices."""
     return (
         isinstance(kind, ir.RankedTensorType)
         and isinstance(kind.element_type, ir.IntegerType)
@@ -55,7 +55,7 @@ def _is_counter_type(kind: ir.Type) -> bool:
 
 
 def _content(module: ir.Module) -> str:
-    """A digest of a module, blind to names, locations and shardings."""
+    """Returns a digest of a module, without locations, and arguments' attributes."""
     digest = hashlib.sha256()
     copy = shardy.copied(module, shardy.WITHOUT_LOCATIONS)
     for function in shardy.functions(copy.operation):
@@ -66,10 +66,10 @@ def _content(module: ir.Module) -> str:
 
 
 def shaping_constants(function: ir.Operation) -> set[ir.Operation]:
-    """Finds the constants whose values are structure.
+    """Returns the constants whose values are structure.
 
-    These are small integers in a loop's condition, through its counters, and integers
-    in the place that an op reads or writes.
+    These are small integers that reach a loop's condition, or the indices at which an
+    op reads or writes.
     """
     start: list[ir.Value] = []
     for op in shardy.walk(function):
@@ -87,7 +87,7 @@ def shaping_constants(function: ir.Operation) -> set[ir.Operation]:
 
 
 def _made_of(value: ir.Value) -> Iterator[ir.Value]:
-    """Yields a value's inputs, in a loop those of the iteration before, too."""
+    """Yields a value's inputs; for a loop, initial and previous values."""
     owner = value.owner
     if isinstance(owner, ir.Block):
         loop = owner.owner.operation
@@ -112,7 +112,7 @@ def _made_of(value: ir.Value) -> Iterator[ir.Value]:
 _QUOTED = re.compile(r'"([^"]+)"')
 _SOURCE = re.compile(r'"([^"]+)":(\d+):\d+')
 _HERE = str(Path(__file__).parent)
-# They call the step, and what was traced of it: frames beyond are those around it.
+# Modules that call the step: outer frames are not the step's.
 _CALLERS = frozenset(
     str(Path(__file__).with_name(name)) for name in ("step.py", "trace.py")
 )
@@ -122,7 +122,7 @@ _MAX_ATTRIBUTE_CHARS = 400
 def read_program(module: ir.Module) -> Program:
     """Reads a module after :func:`cfp.program.shardy.normalise`.
 
-    Arguments and outputs have no names, and no argument is donated.
+    Names of arguments and outputs are empty, and no argument is donated.
     """
     copy = shardy.copied(module, shardy.WITH_RULES)
     functions = {shardy.symbol_name(f): f for f in shardy.functions(copy.operation)}
@@ -142,8 +142,8 @@ class _Reader:
     def __init__(
         self, functions: Mapping[str, ir.Operation], meshes: Mapping[str, int]
     ) -> None:
-        self._functions = functions  # By name: composites stand for some.
-        self._meshes = meshes  # The sizes of axes.
+        self._functions = functions  # By name, for composites.
+        self._meshes = meshes  # {axis: size}
         self._kept: Set[ir.Operation] = frozenset()
         self.values: list[Value] = []
         self.ops: list[Op] = []
@@ -153,7 +153,7 @@ class _Reader:
         self._digests: dict[str, str] = {}
 
     def program(self, function: ir.Operation) -> Program:
-        """Reads a function, or a region that is sharded by hand."""
+        """Reads a function, or a region that the user sharded by hand."""
         self._kept = shaping_constants(function)
         block = function.regions[0].blocks[0]
         args = [self._new_value(a) for a in block.arguments]
@@ -236,7 +236,7 @@ class _Reader:
         )
 
     def _structure(self, op: ir.Operation, index: int) -> str:
-        """The text of an op without constants, and of a composite's function."""
+        """Returns `Op.structure`; a composite's has its function's fingerprint."""
         if op.name != "stablehlo.composite":
             return _attributes(op, index, self._kept)
         name = ir.FlatSymbolRefAttr(op.attributes["decomposition"]).value
@@ -246,11 +246,11 @@ class _Reader:
         return f"function={self._digests[name]}, {_attributes(op, index)}"
 
     def _manual(self, op: ir.Operation) -> Manual | None:
-        """Reads what one device computes in a region that is sharded by hand."""
+        """Reads one device's program of a region that the user sharded by hand."""
         if op.name != "sdy.manual_computation":
             return None
         program = _Reader(self._functions, self._meshes).program(op)
-        # Devices along an axis that splits no value all compute the same.
+        # Devices along an axis that splits no value repeat each other's work.
         named = {axis for spec in _manual_shardings(op) for dim in spec for axis in dim}
         axes = named.intersection(_QUOTED.findall(str(op.attributes["manual_axes"])))
         return Manual(
@@ -282,13 +282,13 @@ class _Reader:
 
 
 def _trip_count(op: ir.Operation) -> int | None:
-    """The number of iterations of a counted loop; None where it is not known."""
+    """Returns a loop's number of iterations; None if unknown, and for other ops."""
     counter = shardy.counter_of(op) if op.name == "stablehlo.while" else None
     return None if counter is None else max(0, counter[1].stop - counter[1].start)
 
 
 def _manual_shardings(op: ir.Operation) -> tuple[Spec, ...]:
-    """Returns the specs of a manual computation's operands and results."""
+    """Returns specs of a manual computation's operands, then results; else ()."""
     if op.name != "sdy.manual_computation":
         return ()
     sides = (op.attributes[name] for name in ("in_shardings", "out_shardings"))
@@ -300,15 +300,15 @@ def _constant(op: ir.Operation, index: int) -> str:
         return str(op.get_asm(use_local_scope=True)).partition(" = ")[2]
     shape = op.results[0].type.shape
     is_long = prod(shape) > shardy.MOST_SMALL_ELEMENTS and not value.is_splat
-    # What is not printed counts as different from everything else.
+    # A long constant differs from all others.
     return f"constant #{index}" if is_long else str(value)
 
 
-# Besides ops with regions, those whose structure is not all that their attributes say.
+# Ops without regions whose structure may differ from their attributes.
 _WITH_STRUCTURE = frozenset({"stablehlo.constant", "stablehlo.composite"})
 
-# Source lines are wanted where a message names an op; reading one costs more
-# than the rest of the op, so elementwise ops go without.
+# Ops whose source lines are read, since messages name them. A line takes more time to
+# read than the rest of an op.
 _NAMED_SOURCE = frozenset(
     f"stablehlo.{kind}"
     for kind in (
@@ -319,7 +319,7 @@ _NAMED_SOURCE = frozenset(
 
 
 def _source(location: ir.Location) -> str:
-    """``path:line`` of the innermost call in the user's own files, if there is one."""
+    """Returns ``path:line`` of the innermost call in the user's files, or ""."""
     frames = _SOURCE.findall(str(location))
     calls = [
         (path, line)
@@ -333,10 +333,9 @@ def _source(location: ir.Location) -> str:
 
 
 def source_of(program: Program, op: int) -> str:
-    """Returns ``path:line`` of the user's code of any op; or "".
+    """Returns ``path:line`` of the user's code for any op id, or "".
 
-    A program has lines for ops of some kinds only. Another op has the line of the last
-    op before it.
+    If the op has none, the line is that of the last op before with one.
     """
     module = shardy.parsed(program.text)
     found = shardy.program_ops(shardy.main_function(module))
@@ -347,7 +346,7 @@ def source_of(program: Program, op: int) -> str:
 def _attributes(
     op: ir.Operation, index: int, kept: Set[ir.Operation] | None = None
 ) -> str:
-    # The ops of a loop or branch are read one by one.
+    # Ops in a loop or branch have attributes of their own.
     return "" if op.name in shardy.REGION_OPS else _text(op, index, {}, kept)
 
 
@@ -357,7 +356,12 @@ def _text(
     names: dict[ir.Value, str],
     kept: Set[ir.Operation] | None,
 ) -> str:
-    """The text of an op's computation, with values of kept constants (None: of all)."""
+    """Returns the text of an op's computation.
+
+    Args:
+        names: names of values in the op's regions; filled here.
+        kept: constants whose values count; None for all.
+    """
     if op.name == "stablehlo.constant":
         return "" if kept is not None and op not in kept else _constant(op, index)
     parts = []
@@ -367,12 +371,12 @@ def _text(
             if len(text) > _MAX_ATTRIBUTE_CHARS:
                 text = hashlib.sha256(text.encode()).hexdigest()
             parts.append(f"{name}={text}")
-    for region in op.regions:  # a maximum and a sum differ in nothing else
+    for region in op.regions:  # Only these tell a maximum from a sum.
         for block in region.blocks:
             inner = [f"({_named(block.arguments, names)})"]
             for opview in block:
                 inside = opview.operation
-                # What a value from outside is is never looked up.
+                # All values from outside have one name.
                 reads = [names.get(v, f"outside #{index}") for v in inside.operands]
                 what = "; ".join((",".join(reads), _text(inside, index, names, kept)))
                 made = _named(inside.results, names)
@@ -382,7 +386,7 @@ def _text(
 
 
 def _named(values: Sequence[ir.Value], names: dict[ir.Value, str]) -> str:
-    """Names the arguments of a block or the results of an op by order, with types."""
+    """Names values in order, and returns the names with types."""
     for value in values:
         names[value] = f"%{len(names)}"
     return ",".join(f"{names[value]}:{value.type}" for value in values)
@@ -392,14 +396,15 @@ SCAN = "chlo.scan"
 
 
 # From jax 0.12 on ``jax.numpy.cumsum`` is ``chlo.scan`` on GPUs, for which
-# ``sdy-populate-op-sharding-rules`` has no rule. XLA shards it along all dims but the
-# one that it goes over.
+# ``sdy-populate-op-sharding-rules`` has no rule. XLA shards it along all dims except
+# the scanned one.
 def scan_rule(op: ir.Operation, shape: tuple[int, ...]) -> Rule:
-    """Returns the rule of a scan of one array: whole along the dim that it goes over.
+    """Returns the rule of a scan of one array, with the scanned dim fixed.
 
     Args:
-        op: the scan, of an array and what it starts with; its results are the array of
-            sums and the last of them.
+        op: the scan. Operands are an array and its initial sum; results are the array
+            of sums and the last sum.
+        shape: shape of the array.
     """
     dim = ir.IntegerAttr(op.attributes["dimension"]).value
     dims = tuple((d,) for d in range(len(shape)))
@@ -407,7 +412,7 @@ def scan_rule(op: ir.Operation, shape: tuple[int, ...]) -> Rule:
     return Rule(shape, pair, pair, fixed=frozenset({dim}))
 
 
-# A scalar that is converted.
+# Text of a scalar's conversion.
 _OF_WEAK_TYPES = re.compile(r"\bconvert \w+\[\] -> ")
 
 
@@ -416,9 +421,12 @@ class Outline:
     """A program's operations in order, for a plan's file.
 
     Attributes:
-        kinds: each kind once: name, types, and a digest of attributes behind a ``#``.
-        ops: for each operation the number of its kind and a digest of its operands'
-            operations, such as ``0.3f 12.a0``.
+        kinds: distinct kinds: name, types, and ``#`` with a digest of attributes.
+        ops: for each operation the index of its kind and a digest of its operands'
+            makers, such as ``0.3f 12.a0``.
+
+    Raises:
+        ValueError: `ops` has an index of no kind.
     """
 
     kinds: tuple[str, ...]
@@ -426,20 +434,16 @@ class Outline:
 
     def __post_init__(self) -> None:
         if any(not 0 <= kind < len(self.kinds) for kind, _ in self.pairs()):
-            raise ValueError(f"an operation of none of {len(self.kinds)} kinds")
+            raise ValueError(f"an operation's kind is not one of {len(self.kinds)}")
 
     def pairs(self) -> list[tuple[int, int]]:
-        """The numbers in ``ops``.
-
-        Raises:
-            ValueError: the text is damaged.
-        """
+        """Returns `ops` as numbers; raises ValueError if the text is damaged."""
         texts = (op.partition(".") for op in self.ops.split())
         return [(int(kind), int(reads, 16)) for kind, _, reads in texts]
 
 
 def outline_of(program: Program) -> Outline:
-    """A program's outline."""
+    """Returns a program's outline."""
     kinds: dict[str, int] = {}
     ops = " ".join(
         f"{kinds.setdefault(kind, len(kinds))}.{reads:x}"
@@ -460,26 +464,26 @@ def _described(program: Program) -> Iterator[tuple[str, int]]:
 
 
 def _origin(program: Program, op: Op, value: int, places: Mapping[int, int]) -> Any:
-    """A value as an operation reads it, wherever in a program that stands."""
+    """Returns a key of an operand's maker, relative to the operation that reads it."""
     if (maker := program.maker(value)) is not None:
         return op.id - maker.id, value - maker.results[0]
     return "argument", places.get(value, -1)
 
 
 def _op_text(program: Program, op: Op) -> str:
-    """An operation's name and types: ``dot_general f32[8,4] f32[4,2] -> f32[8,2]``."""
+    """Returns ``dot_general f32[8,4] f32[4,2] -> f32[8,2]``, for example."""
     reads = " ".join(str(program.values[v]) for v in op.operands)
     made = " ".join(str(program.values[v]) for v in op.results)
     return f"{op.kind} {reads} -> {made}"
 
 
 def first_difference(program: Program, planned: Outline) -> str:
-    """The first operation of a program that is not the one planned, in words."""
+    """Describes the first operation of a program that differs from the planned one."""
     now, before_ops = [*_described(program)], planned.pairs()
 
     def place(i: int) -> str:
         op = program.ops[i]
-        # A constant stands where it was made, which is no line of what reads it.
+        # A constant's line is that of its first reader.
         readers = (
             [] if op.operands else [r for v in op.results for r, _ in program.users[v]]
         )
@@ -488,7 +492,7 @@ def first_difference(program: Program, planned: Outline) -> str:
 
     for i, (kind, reads) in enumerate(now):
         if i >= len(before_ops):
-            return f"{place(i)}: {_bare(kind)}, behind the end of the planned"
+            return f"{place(i)}: {_bare(kind)}, after the plan's last operation"
         number, planned_reads = before_ops[i]
         before = planned.kinds[number]
         if before != kind:
@@ -500,14 +504,14 @@ def first_difference(program: Program, planned: Outline) -> str:
     if len(before_ops) > len(now):
         more = planned.kinds[before_ops[len(now)][0]]
         return f"it ends after {len(now)} operations, planned was {_bare(more)}"
-    return "no operation; the order of results, or a function of a library"
+    return "no operation, but the order of results or a library function"
 
 
 def _bare(kind: str) -> str:
     return " ".join(kind.rpartition(" #")[0].split())
 
 
-# What a program follows from beside the step, as plans say it, and as users do.
+# Other causes of a difference: {field of a plan: its name in messages}.
 _CAUSES = {
     "platform": "platform",
     "device_kind": "kind of devices",
@@ -527,12 +531,12 @@ def other_program(
     planned_for: Mapping[str, str],
     here: Mapping[str, str],
 ) -> PlanMismatch:
-    """The error that says in what a step's program differs from the one planned.
+    """Returns the error for a step's program that differs from the planned one.
 
     Args:
-        planned: the operations of the one planned; None if the plan does not say.
-        planned_for: what that was made with: devices, versions, configuration.
-        here: the same of this process.
+        planned: outline of the planned program; None if the plan has none.
+        planned_for: the plan's devices, versions and configuration; see `_CAUSES`.
+        here: those of this process.
     """
     lines = [
         f"  {name}: planned for {planned_for[part]}, here {here[part]}"
@@ -543,19 +547,19 @@ def other_program(
     lines += [f"  first difference: {difference}"] * bool(difference)
     if _OF_WEAK_TYPES.search(difference):
         lines.append(
-            "A Python number, which is weakly typed, in place of an array, or the "
-            "reverse, makes other types. Pass what the plan was made with, 0.1 or "
-            "jnp.float32(0.1); a checkpoint restores arrays, so plan with these."
+            "A Python number has a weak type, and an array does not. Pass what the "
+            "plan was made with, 0.1 or jnp.float32(0.1); a checkpoint restores "
+            "arrays, so plan with arrays."
         )
-    lines.append("Other values of constants, such as a learning rate, are no obstacle.")
-    remedy = "Pass the step, microbatches, options and arguments of the plan, with "
-    remedy += "the same in fields that are no arrays; or plan again."
+    lines.append("Constants, such as a learning rate, may differ.")
+    remedy = "Pass the plan's step, microbatches, options and arguments, with equal "
+    remedy += "fields that are no arrays; or plan again."
     if planned_for.get("platform", here.get("platform")) != here.get("platform"):
         lines[-1] += (
-            " JAX lowers some operations, such as random numbers, in another way for "
-            "each platform."
+            " JAX lowers some operations, such as random numbers, differently for each "
+            "platform."
         )
-        remedy = "Use the plan on the platform that it is for."
+        remedy = "Use the plan on its own platform, or plan again."
     if planned_for.get("jax_version") not in (None, here.get("jax_version")):
         remedy = f"Install JAX {planned_for['jax_version']}, or plan again."
     text = "The step's program is not the one that was planned. What differs:"

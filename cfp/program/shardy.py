@@ -1,7 +1,7 @@
-"""Pass pipelines over a module, all in place: normalise, add rules, take them off.
+"""MLIR modules of a program: reading, building and normalising them by Shardy's passes.
 
-Two lowerings of one step that differ only in their shardings have the same ops in
-the same order after :func:`normalise`; plans rely on it to name ops by number.
+Lowerings of one step that differ only in shardings have the same ops in the same order
+after :func:`normalise`. Plans rely on it: they number ops.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cfp.program.rules import relayout
 _INLINE = "builtin.module(inline,symbol-dce,sdy-import-func-calls,symbol-dce)"
 WITHOUT_LOCATIONS = "builtin.module(strip-debuginfo)"
 WITH_RULES = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
-# What sdy-propagation-pipeline begins with; the rest is for the compiler.
+# The first passes of sdy-propagation-pipeline; the others serve the compiler.
 PROPAGATION = (
     "builtin.module(sdy-lift-inlined-meshes,sdy-constant-or-scalar-splitter,"
     "sdy-manual-axes-cleanup,sdy-add-data-flow-edges,sdy-apply-sharding-constraints,"
@@ -31,8 +31,8 @@ PROPAGATION = (
 RULE = "sdy.sharding_rule"
 PIPELINES = (_INLINE, WITHOUT_LOCATIONS, WITH_RULES, PROPAGATION)
 
-# Regions of these ops are programs of their own; regions of all other ops (reduce,
-# scatter, sort, ...) hold scalar code that belongs to the op.
+# Ops whose regions hold ops of the program. Regions of all other ops (reduce, scatter,
+# sort, ...) hold scalar code.
 REGION_OPS = frozenset({"stablehlo.while", "stablehlo.case", "stablehlo.if"})
 
 # Constants with more elements are tables, which may be gigabytes.
@@ -40,7 +40,7 @@ MOST_SMALL_ELEMENTS = 1024
 
 
 def main_function(module: ir.Module) -> ir.Operation:
-    """The module's public function."""
+    """Returns the function named main; raises ValueError without one."""
     for op in functions(module.operation):
         if symbol_name(op) == "main":
             return op
@@ -48,36 +48,36 @@ def main_function(module: ir.Module) -> ir.Operation:
 
 
 def main_block(module: ir.Module) -> ir.Block:
-    """The body of the module's public function."""
+    """Returns the body of the function named main."""
     return main_function(module).regions[0].blocks[0]
 
 
 def functions(module: ir.Operation) -> list[ir.Operation]:
-    """Lists a module's functions: the main one, and those of composites."""
+    """Returns a module's functions: the main one, and those of composites."""
     every = (op.operation for op in module.regions[0].blocks[0].operations)
     return [op for op in every if op.name == "func.func"]
 
 
 def symbol_name(op: ir.Operation) -> str:
-    """The name of a module, or of a function or a mesh in it."""
+    """Returns the name of a module, a function or a mesh."""
     return ir.StringAttr(op.attributes["sym_name"]).value
 
 
 def call_target(op: ir.Operation) -> str:
-    """The name of the foreign code that an op calls; "" for other ops."""
+    """Returns a custom call's target; "" for other ops."""
     if op.name != "stablehlo.custom_call":
         return ""
     return ir.StringAttr(op.attributes["call_target_name"]).value
 
 
 def mesh_axes(mesh: ir.Operation) -> dict[str, int]:
-    """The names and sizes of a mesh's axes."""
+    """Returns {axis: size} of an ``sdy.mesh``."""
     axes: Iterable[Any] = sdy.MeshAttr(mesh.attributes["mesh"]).axes
     return {one.name: one.size for one in (sdy.MeshAxisAttr(axis) for axis in axes)}
 
 
 def specs_of(attribute: ir.Attribute) -> list[Spec]:
-    """Shardings of several values, without what only shards by a part of an axis."""
+    """Converts Shardy's shardings of several values, without parts of axes."""
 
     def names(dim: ir.Attribute) -> tuple[str, ...]:
         axes = map(sdy.AxisRefAttr, sdy.DimensionShardingAttr(dim).axes)
@@ -89,7 +89,7 @@ def specs_of(attribute: ir.Attribute) -> list[Spec]:
 
 
 def walk(function: ir.Operation) -> list[ir.Operation]:
-    """Every op below a function, inner before outer, in execution order."""
+    """Returns every op inside of an op, inner before outer, in execution order."""
     found: list[ir.Operation] = []
 
     def visit(op: ir.Operation) -> ir.WalkResult:
@@ -101,22 +101,22 @@ def walk(function: ir.Operation) -> list[ir.Operation]:
 
 
 def every_op(module: ir.Module) -> list[ir.Operation]:
-    """The ops of all functions of a module; see `walk`."""
+    """Returns the ops of all functions of a module; see `walk`."""
     return [op for function in functions(module.operation) for op in walk(function)]
 
 
 def calls_host(op: ir.Operation) -> bool:
-    """True if an op calls a function of the host."""
+    """True if an op is a host callback."""
     return "callback" in call_target(op)
 
 
 def moves_to_memory(op: ir.Operation) -> bool:
-    """True if an op moves a value to the memory of the host, or to the device's."""
+    """True if an op moves a value to host memory or to device memory."""
     return call_target(op) == "annotate_device_placement"
 
 
 def memory_of_move(op: ir.Operation) -> str:
-    """The kind of memory that a value is moved to."""
+    """Returns the kind of memory of an op of `moves_to_memory`."""
     attributes = ir.DictAttr(op.attributes["mhlo.frontend_attributes"])
     return ir.StringAttr(attributes["_xla_buffer_placement"]).value
 
@@ -124,7 +124,7 @@ def memory_of_move(op: ir.Operation) -> str:
 def make(
     name: str, kind: ir.Type, *operands: ir.Value, **attributes: ir.Attribute
 ) -> ir.Value:
-    """Makes an op with one result."""
+    """Makes an op with one result of type `kind`, and returns the result."""
     op = ir.Operation.create(
         name, results=[kind], operands=list(operands), attributes=attributes
     )
@@ -132,7 +132,7 @@ def make(
 
 
 def constant(number: str, kind: ir.Type) -> ir.Value:
-    """Makes a tensor of one number."""
+    """Makes a constant tensor with all elements equal to a number's text."""
     value = ir.Attribute.parse(f"dense<{number}> : {kind}")
     return make("stablehlo.constant", kind, value=value)
 
@@ -144,13 +144,13 @@ def zeros(kind: ir.Type) -> ir.Value:
 
 
 def of_element(kind: ir.Type, element: ir.Type) -> ir.RankedTensorType:
-    """A type of the same shape."""
+    """Returns the tensor type with the same shape and another element type."""
     shape = ir.RankedTensorType(kind)
     return ir.RankedTensorType.get(shape.shape, element, shape.encoding)
 
 
 def converted(value: ir.Value, element: ir.Type) -> ir.Value:
-    """A value's numbers in another type."""
+    """Makes a conversion of a value to an element type."""
     return make("stablehlo.convert", of_element(value.type, element), value)
 
 
@@ -162,12 +162,12 @@ def make_barrier(values: Sequence[ir.Value]) -> ir.Operation:
 
 
 def integer(number: int) -> ir.Attribute:
-    """A number of 64 bits."""
+    """Returns a 64-bit integer attribute."""
     return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), number)
 
 
 def clone_with(op: ir.Operation, mapping: dict[ir.Value, ir.Value]) -> ir.Operation:
-    """Clones an op, with other operands, and adds its results to the mapping."""
+    """Clones an op with operands mapped, and adds its results to the mapping."""
     clone = op.clone()
     for one in (clone, *walk(clone)):
         for index, operand in enumerate(one.operands):
@@ -193,11 +193,11 @@ def fill(
     ops: Iterable[ir.Operation],
     made: Iterable[ir.Value],
 ) -> None:
-    """Replaces the body of the target's main function by some ops of the source's.
+    """Replaces the body of the target's main function by ops of the source.
 
     Args:
-        given: values of the source in place of which the function has its arguments.
-        made: values of the source that it returns.
+        given: values of the source that become the target's arguments, in order.
+        made: values of the source that the target returns.
     """
     block = main_block(target)
     mapping: dict[ir.Value, ir.Value] = dict(zip(given, block.arguments, strict=True))
@@ -215,10 +215,12 @@ def fill(
 def graft(
     text: str, reads: Iterable[ir.Value], into: ir.Module | None = None
 ) -> list[ir.Value]:
-    """Puts in the ops of another module's main function; returns its results.
+    """Inserts the ops of another module's main function, and returns their results.
 
     Args:
-        into: the module that gets the functions that it calls, if it calls any.
+        text: the other module.
+        reads: values in place of its arguments.
+        into: module that gets its other functions; None if it has none.
     """
     source = ir.Module.parse(text)
     if into is not None:
@@ -232,7 +234,7 @@ def graft(
 
 
 def program_ops(function: ir.Operation) -> list[ir.Operation]:
-    """The ops that a :class:`~cfp.program.graph.Program` counts, in its order."""
+    """Returns the ops of a :class:`~cfp.program.graph.Program`, in its order."""
     found: list[ir.Operation] = []
 
     def descend(block: ir.Block) -> None:
@@ -249,19 +251,19 @@ def program_ops(function: ir.Operation) -> list[ir.Operation]:
 
 
 def location_name(location: ir.Location) -> str:
-    """The name stack that JAX put into a location, or ''."""
+    """Returns JAX's name stack of a location, or ""."""
     return getattr(location, "name_str", None) or ""
 
 
 def run_passes(module: ir.Module, pipeline: str) -> None:
-    """Runs a pipeline, without a check of the whole module after each of its passes."""
+    """Runs a pipeline in place, without verifying the module after each pass."""
     passes = passmanager.PassManager.parse(pipeline)
-    passes.enable_verifier(False)  # It takes most of the time of deep programs.
+    passes.enable_verifier(False)  # It takes most of the time in deep programs.
     passes.run(module.operation)
 
 
 def copied(module: ir.Module, pipeline: str) -> ir.Module:
-    """A copy of a module that a pipeline has run over."""
+    """Returns a copy of a module, changed by a pipeline."""
     with module.context, ir.Location.unknown():
         copy: Any = module.operation.clone(ip=False)
         run_passes(copy, pipeline)
@@ -269,29 +271,29 @@ def copied(module: ir.Module, pipeline: str) -> ir.Module:
 
 
 def stablehlo(lowered: jax.stages.Lowered) -> ir.Module:
-    """The module of a lowering, which is compiled as it is then."""
+    """Returns the module of a lowering; changes to it are compiled, too."""
     module = lowered.compiler_ir("stablehlo")
     assert module is not None, "JAX lowers to StableHLO"
     return module
 
 
 def parsed(text: bytes) -> ir.Module:
-    """A module from its text, in a context of its own."""
-    # Of the contexts that JAX makes, which know all dialects.
+    """Parses a module's text or bytecode in a new context."""
+    # JAX's contexts know all dialects.
     with stablehlo(jax.jit(lambda: 0).lower()).context, ir.Location.unknown():
         return ir.Module.parse(text)
 
 
 def bytecode(op: ir.Operation) -> bytes:
-    """A module, or an op in it, as bytecode."""
+    """Returns a module's or an op's bytecode."""
     buffer = io.BytesIO()
     op.write_bytecode(buffer)
     return buffer.getvalue()
 
 
 def replace_body(target: ir.Module, source: ir.Module) -> None:
-    """Gives a module another one's functions and meshes."""
-    body = bytecode(source.operation)  # The contexts are different ones.
+    """Replaces functions and meshes of a module by those of another."""
+    body = bytecode(source.operation)  # The contexts differ.
     for op in list(target.body.operations):
         op.operation.erase()
     with target.context, ir.Location.unknown(), ir.InsertionPoint(target.body):
@@ -301,11 +303,10 @@ def replace_body(target: ir.Module, source: ir.Module) -> None:
 
 
 def normalise(module: ir.Module) -> int:
-    """Inlines every call and removes the user's own sharding constraints.
+    """Inlines every call, and removes the user's own sharding constraints.
 
-    Removes conversions to a value's own type, too, which JAX writes for a number in
-    place of an array, or the reverse. Loops that run once are taken apart, the
-    innermost first, after inlining. Convolutions that XLA would split wrongly get
+    Also removes conversions to a value's own type, which weak types cause, and loops
+    that run once, the innermost first. Convolutions that XLA would split wrongly get
     another layout.
 
     Returns:
@@ -314,7 +315,7 @@ def normalise(module: ir.Module) -> int:
     with module.context, ir.Location.unknown():
         run_passes(module, _INLINE)
         function = main_function(module)
-        # What a composite stands for is no program of its own, but may call others.
+        # Composites' functions may have calls, too.
         for op in every_op(module):
             if op.name == "sdy.data_flow_edge":
                 forward(op, [op.operands[0]])
@@ -332,7 +333,7 @@ def normalise(module: ir.Module) -> int:
                 _sink_constants(op)
                 relayout(op)
             elif op.name == "stablehlo.while" and _runs_once(op):
-                # A scan over a single microbatch hides nothing then.
+                # Such as a scan over a single microbatch.
                 _put_in_place(op, op.regions[1])
         for each in functions(module.operation):
             _separate_constants(each)
@@ -341,7 +342,7 @@ def normalise(module: ir.Module) -> int:
 
 
 def _tidy_moves(function: ir.Operation) -> None:
-    """Drops moves to where a value is; arguments move late, and results early."""
+    """Removes moves to a value's own memory; moves arguments late, results early."""
     [block] = function.regions[0].blocks
     moves = []
     for op in filter(moves_to_memory, [one.operation for one in block.operations]):
@@ -365,7 +366,7 @@ def _tidy_moves(function: ir.Operation) -> None:
 
 
 def _within(op: Any, parent: Any) -> ir.Operation:
-    """The op in another one's own block that an op is, or stands in."""
+    """Returns the op directly below `parent` that is or contains `op`."""
     op = op.operation
     while op.parent != parent:
         op = op.parent.operation
@@ -373,10 +374,10 @@ def _within(op: Any, parent: Any) -> ir.Operation:
 
 
 def _separate_constants(function: ir.Operation) -> None:
-    """Gives every use of a small constant a copy of its own, before what reads it.
+    """Gives every use of a small constant its own copy, before the user.
 
-    Inlining merges constants of equal values. A learning rate that happens to equal an
-    epsilon would make another program of a step than one that does not.
+    Inlining merges constants of equal values. Otherwise a learning rate that happens to
+    equal an epsilon would make another program than one that does not.
     """
     merged: dict[ir.Operation, None] = {}
     for op in walk(function):
@@ -392,7 +393,7 @@ def _separate_constants(function: ir.Operation) -> None:
 
 
 def _is_small_constant(op: ir.Operation) -> bool:
-    """True if an op is a constant of negligible size."""
+    """True for a constant of few elements, or of one repeated value."""
     if op.name != "stablehlo.constant":
         return False
     if prod(op.results[0].type.shape) <= MOST_SMALL_ELEMENTS:
@@ -402,10 +403,7 @@ def _is_small_constant(op: ir.Operation) -> bool:
 
 
 def numbers_of(constant: ir.Operation) -> ir.DenseElementsAttr | None:
-    """The numbers of a constant; None where the bindings have none.
-
-    They know no class for complex numbers, and large constants may be elsewhere.
-    """
+    """Returns a constant's numbers; None for complex ones, or outside of the module."""
     try:
         value: Any = constant.attributes["value"]
     except TypeError:
@@ -414,7 +412,7 @@ def numbers_of(constant: ir.Operation) -> ir.DenseElementsAttr | None:
 
 
 def _sink_constants(op: ir.Operation) -> None:
-    """Copies into an op's scalar code what it captures from outside of the op."""
+    """Copies constants from outside of an op into its scalar code that uses them."""
     for region in op.regions:
         for block in region.blocks:
             copies: dict[ir.Value, ir.Value] = {}
@@ -430,14 +428,14 @@ def _sink_constants(op: ir.Operation) -> None:
 
 
 def forward(op: ir.Operation, values: Sequence[ir.Value]) -> None:
-    """Takes an op away, and has what reads its results read other values."""
+    """Removes an op; users of its results read `values` instead."""
     for result, value in zip(list(op.results), values, strict=True):
         result.replace_all_uses_with(value)
     op.erase()
 
 
 def _inline(call: ir.Operation) -> None:
-    """Moves a named computation's ops before it and drops the shell."""
+    """Replaces a named computation by its ops, with its name stack before theirs."""
     scope = location_name(call.location)
     *inner, _ = call.regions[0].blocks[0].operations
     for op in inner:
@@ -446,7 +444,7 @@ def _inline(call: ir.Operation) -> None:
 
 
 def _put_in_place(op: ir.Operation, body: ir.Region) -> None:
-    """Puts what a region computes of its op's operands in the place of the op."""
+    """Replaces an op by the ops of a region that takes the op's operands."""
     block = body.blocks[0]
     for argument, operand in zip(list(block.arguments), list(op.operands), strict=True):
         argument.replace_all_uses_with(operand)
@@ -467,7 +465,7 @@ def _prefix_scope(op: ir.Operation, scope: str) -> None:
 
 
 def missing_pipelines() -> dict[str, str]:
-    """The pipelines that this jaxlib does not have, with what it says about each."""
+    """Returns {pipeline: jaxlib's error} of pipelines that this jaxlib lacks."""
     missing = {}
     with ir.Context():
         for pipeline in PIPELINES:
@@ -479,13 +477,10 @@ def missing_pipelines() -> dict[str, str]:
 
 
 def counter_of(loop: ir.Operation) -> tuple[int, range] | None:
-    """Returns the counter of a loop; None without one, or of unknown range.
+    """Returns (index among the loop's carried values, range) of a loop's counter.
 
-    Reads JAX's form of ``scan`` and ``fori_loop``: the condition compares a counter
-    with a constant, and the body adds a constant to it.
-
-    Returns:
-        Its place among what the loop carries, and its values by steps of one.
+    Reads JAX's form of ``scan`` and ``fori_loop``: the condition tests if a counter is
+    less than a constant. None without a counter, or if its range is unknown.
     """
     condition = loop.regions[0].blocks[0]
     test = owner_of(returned(loop.regions[0])[0])
@@ -502,7 +497,7 @@ def counter_of(loop: ir.Operation) -> tuple[int, range] | None:
 
 
 def _runs_once(loop: ir.Operation) -> bool:
-    """Returns True if the counter is below its limit at first, and then no more."""
+    """True if a loop's counter is below its limit in the first iteration only."""
     if (counter := counter_of(loop)) is None:
         return False
     place, values = counter
@@ -516,24 +511,24 @@ def _runs_once(loop: ir.Operation) -> bool:
 
 
 def returned(region: ir.Region) -> list[ir.Value]:
-    """The values that a region returns."""
+    """Returns the values that a region returns."""
     *_, last = region.blocks[0].operations
     return list(last.operation.operands)
 
 
 def owner_of(value: ir.Value) -> ir.Operation | None:
-    """The op that makes a value; None for an argument."""
+    """Returns the op that makes a value; None for an argument."""
     owner = value.owner
     return None if isinstance(owner, ir.Block) else owner.operation
 
 
 def _place(value: ir.Value, block: ir.Block) -> int | None:
-    """The number of the block's argument that a value is, if it is one."""
+    """Returns a block argument's index; None for other values."""
     return ir.BlockArgument(value).arg_number if value.owner == block else None
 
 
 def _integer(value: ir.Value) -> int | None:
-    """The number that a constant of integers without dims is."""
+    """Returns a scalar integer constant's number; None for other values."""
     owner = owner_of(value)
     if owner is None or owner.name != "stablehlo.constant":
         return None

@@ -104,7 +104,7 @@ def test_a_number_in_place_of_an_array_is_named_where_it_makes_other_types(
 ):
     w = jnp.ones((8, 16), jnp.bfloat16)
     plan = loaded_plan(mesh, tmp_path, w, 0.25)
-    with pytest.raises(cfp.PlanMismatch, match="A Python number, which is weakly"):
+    with pytest.raises(cfp.PlanMismatch, match="A Python number has a weak type"):
         plan.compile(scaled, w, jnp.float32(0.25))
 
 

@@ -1,16 +1,15 @@
-"""Puts a plan into a lowered step: constraints that steer XLA, and rematerialization.
+"""Puts a plan into a lowered step: sharding constraints, and rematerialization.
 
-``sdy.sharding_constraint`` ops are what Shardy's propagation heeds; sharding attributes
-on inner ops do not survive until it runs.
+Shardings are ``sdy.sharding_constraint`` ops: sharding attributes on inner ops are lost
+before Shardy's propagation runs.
 
-Forward ops that a backward pass reads are cloned before it, to be rematerialized
-instead of kept. The clones' operands go through an ``optimization_barrier``, together
-with the gradients that enter. So XLA neither merges the clones with the originals nor
-runs them early, and frees the originals' results after the forward pass. Gradients are
-read behind the barrier, since XLA drops unread operands of it. Arguments enter as
-stored, and are gathered again. ``jax.checkpoint`` does the same at tracing; here the
-program is differentiated already. Values that depend on no argument stay outside of the
-barrier: the compiler would write a broadcast constant to memory to pass it through.
+To rematerialize, forward ops that a backward pass reads are cloned before it, as
+``jax.checkpoint`` does while tracing. The clones' operands go through an
+``optimization_barrier``, together with the gradients that enter. Then XLA neither
+merges the clones with the originals nor runs them early, and frees the originals'
+results after the forward pass. Gradients are read behind the barrier, since XLA drops
+its unread operands. Sharded arguments are gathered again. Constants stay outside of the
+barrier, since the compiler would write a broadcast constant to memory for it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from cfp.program.partitioned import bind
 from cfp.program.replace import Replacement, Replacer
 from cfp.program.shardy import clone_with, make_barrier, owner_of
 
-# Another one where another program comes of it: what was measured does not count then.
+# Changes with the programs that this module makes; older measurements are then ignored.
 VERSION = "4"
 _CONSTRAINT = "sdy.sharding_constraint"
 _NOT_REPEATABLE = ("custom_call", "rng")
@@ -40,7 +39,7 @@ _NOT_REPEATABLE = ("custom_call", "rng")
 
 @dataclass(frozen=True, slots=True)
 class Rematerialization:
-    """Top-level ops to rematerialize, and the ops that read them, by id."""
+    """Ids of top-level ops to rematerialize, and of backward ops that read them."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -51,11 +50,10 @@ class Constraints:
     """Constraints for the partitioner, and changes of the program.
 
     Attributes:
-        values: sharding of each value at its maker, by value id.
-        uses: other shardings of operands, by (op id, operand index); indices behind the
-            operands count into ``op.yields``.
-        rematerialized: ops that the backward pass rematerializes.
-        replaced: ops that other functions replace.
+        values: {value id: sharding at its maker}.
+        uses: {(op id, index in `Op.reads`): sharding of that use, if another}.
+        rematerialized: ops that the backward pass computes again.
+        replaced: ops that kernels replace.
     """
 
     values: Mapping[int, Spec]
@@ -65,7 +63,7 @@ class Constraints:
 
 
 def partition_spec(spec: Spec, rank: int | None = None) -> PartitionSpec:
-    """A spec as JAX writes it; ``rank`` cuts off dims that JAX does not show."""
+    """Converts a spec to JAX's; `rank` cuts off further dims, such as random keys'."""
     dims = spec if rank is None else spec[:rank]
     parts = [
         None if not names else names[0] if len(names) == 1 else names for names in dims
@@ -78,9 +76,9 @@ def partition_spec(spec: Spec, rank: int | None = None) -> PartitionSpec:
 def constrain(
     module: ir.Module, program: Program, mesh: Mesh, constraints: Constraints
 ) -> None:
-    """Inserts sharding constraints into a normalised module, in place.
+    """Inserts constraints into a normalised module, rematerializes and replaces ops.
 
-    Then rematerializes and replaces ops; unread ops stay.
+    The module is changed in place. Ops that nothing reads any more stay.
     """
     mesh = auto_mesh(mesh)
     bind(module, mesh)
@@ -97,7 +95,7 @@ def constrain(
 def located(
     module: ir.Module, program: Program
 ) -> tuple[list[ir.Operation], dict[int, ir.Value]]:
-    """The ops of a module in a program's order, and its values by the program's ids."""
+    """Returns a module's ops by the program's op ids, and its values by value ids."""
     main = shardy.main_function(module)
     ops, [block] = shardy.program_ops(main), main.regions[0].blocks
     if len(ops) != len(program.ops):
@@ -112,7 +110,7 @@ def located(
 
 
 class Inserter:
-    """Inserts constraints into a module that has a program's ops."""
+    """Inserts constraints into the module that `program` was read from."""
 
     def __init__(
         self, module: ir.Module, program: Program, mesh: Mesh | AbstractMesh
@@ -124,11 +122,11 @@ class Inserter:
         self._resharded: dict[tuple[int, Spec], ir.Value] = {}
 
     def insert(self, constraints: Constraints) -> None:
-        """Constrains values where they are made, and uses that differ from that.
+        """Constrains values at their makers, then uses with another sharding.
 
-        In their order in the program: the same constraints are the same module.
+        The order is that of the program, so that equal constraints make equal modules.
         """
-        # Reading the uses first keeps them on the values as they were.
+        # Uses are resolved first, while ops still read the unconstrained values.
         slots = {use: self._slot(*use) for use in constraints.uses}
         for value_id, spec in sorted(constraints.values.items()):
             value = self._values[value_id]
@@ -141,14 +139,14 @@ class Inserter:
             owner, index, value_id = slots[use]
             key = (value_id, spec)
             if key not in self._resharded:
-                # What is resharded for one reader has the reader's place.
+                # A resharding has its first reader's location.
                 value = self._values[value_id]
                 made = self._constraint(value, spec, owner.location)
                 self._resharded[key] = made.result
             owner.operands[index] = self._resharded[key]
 
     def _slot(self, op_id: int, index: int) -> tuple[ir.Operation, int, int]:
-        """The op, operand number and value of a use; yields belong to terminators."""
+        """Returns the op, operand index and value id of a use, or of a yield."""
         record = self._program.ops[op_id]
         count = len(record.operands)
         if index < count:
@@ -170,7 +168,7 @@ class Inserter:
             return sdy.ShardingConstraintOp(value, self.attribute(spec), loc=location)
 
     def attribute(self, spec: Spec) -> ir.Attribute:
-        """A spec as Shardy writes it."""
+        """Converts a spec to a Shardy attribute."""
         if spec not in self._attributes:
             dims = ", ".join(
                 "{" + ", ".join(f'"{name}"' for name in names) + "}" for names in spec
@@ -181,10 +179,10 @@ class Inserter:
 
 
 def _mesh_symbol(module: ir.Module, program: Program, mesh: Mesh | AbstractMesh) -> str:
-    """Returns the name of the module's mesh with these axes, and adds a missing mesh.
+    """Returns the name of the module's mesh with these axes; adds it if missing.
 
-    Shardy leaves out axes of one device, and then has no two meshes with the same axes.
-    A mesh without sharding gets these axes.
+    Axes of one device do not count, since Shardy may leave them out. The module's only
+    mesh gets these axes if no region is sharded by hand.
     """
     axes = ", ".join(f'"{name}"={size}' for name, size in mesh.shape.items())
     meshes = [o.operation for o in module.body if o.operation.name == "sdy.mesh"]
@@ -207,15 +205,14 @@ def _mesh_symbol(module: ir.Module, program: Program, mesh: Mesh | AbstractMesh)
 def rematerializable(
     program: Program, ops: Iterable[int], turn: int, within: Set[int] | None = None
 ) -> Rematerialization | None:
-    """Finds the part of some top-level ops that can be rematerialized, or None.
+    """Returns the part of some top-level ops that can be rematerialized, or None.
 
-    Operands from elsewhere are rematerialized, too, if cheap ops make them of other
-    operands.
+    Cheap ops from elsewhere that make its operands are rematerialized, too.
 
     Args:
-        ops: ids of the ops, such as those of a segment.
-        turn: the id of the first op of the backward pass.
-        within: ids of all ops of interest; by default the program's.
+        ops: ids of the ops, such as those of a segment (a run of blocks).
+        turn: id of the backward pass's first op.
+        within: ids of ops that may be rematerialized from elsewhere; None for all.
     """
     mine = set(ops)
     backward = tuple(op for op in sorted(mine) if op >= turn)
@@ -236,7 +233,7 @@ def rematerializable(
 
 
 def _read(program: Program, values: Iterable[int], ops: Set[int]) -> set[int]:
-    """Returns some values, with their operands that some ops make."""
+    """Returns values, and all values upstream that reach them through `ops`."""
 
     def before(v: int) -> Sequence[int]:
         producer = program.values[v].producer
@@ -246,9 +243,9 @@ def _read(program: Program, values: Iterable[int], ops: Set[int]) -> set[int]:
 
 
 def repeatable(program: Program, op_id: int) -> bool:
-    """True if an op repeats its result: no loop, no call, no random state.
+    """True if an op may be computed twice: no loop, no custom call, no random state.
 
-    A custom_partitioning op has a known computation without effects.
+    Calls of custom_partitioning ops may, since they have no effects.
     """
     op = program.ops[op_id]
     is_known = PARTITIONED.search(op.attributes) is not None
@@ -258,10 +255,13 @@ def repeatable(program: Program, op_id: int) -> bool:
 def rematerialize(
     program: Program, ops: Sequence[ir.Operation], wanted: Sequence[Rematerialization]
 ) -> dict[int, ir.Operation]:
-    """Clones a program's constrained ops before the backward ops that read them.
+    """Clones forward ops before the backward ops that read them.
+
+    Args:
+        ops: the program's ops in the module, with constraints inserted.
 
     Returns:
-        The clones by the numbers of their originals.
+        {id of an op: its clone}.
     """
     clones: dict[int, ir.Operation] = {}
     fixed = {ops[leaf] for leaf in program.leaf_ops}
@@ -320,14 +320,14 @@ class _Rematerializer:
         return found
 
     def _is_cloned(self, value: ir.Value) -> bool:
-        """True for what a forward op makes, and for an argument that is gathered."""
+        """True for a result of a forward op, and for a constrained argument."""
         owner = maker = owner_of(value)
         while maker is not None and maker.name == _CONSTRAINT:
             maker = owner_of(maker.operands[0])
         return owner is not None if maker is None else maker in self.number
 
     def _needed(self, values: Iterable[ir.Value]) -> list[ir.Operation]:
-        """The ops that some values take, in the order in which they stand."""
+        """Returns the ops to clone for some values, in the module's order."""
 
         def further(value: ir.Value) -> Iterable[ir.Value]:
             owner = owner_of(value)
@@ -337,7 +337,7 @@ class _Rematerializer:
         return sorted(filter(None, owners), key=lambda op: self.place[op])
 
     def _signals(self, made: set[ir.Value]) -> dict[ir.Value, None]:
-        """Gradients that readers need, lest the clones run with their originals."""
+        """Returns gradients that readers need: clones cannot run before these exist."""
         turn = max(self.place[op] for op in self.number)
         end = self.place[self.readers[0]]
         return {
@@ -353,7 +353,7 @@ class _Rematerializer:
 
 # -------------------------------------------------------- values that need not be kept
 
-# Fused into what reads them, and cheap to do twice.
+# Ops that XLA fuses into their readers, cheap to compute twice.
 CHEAP = frozenset(
     "abs add and atan2 bitcast_convert broadcast_in_dim cbrt ceil clamp compare "
     "convert cosine divide erf erf_inv exponential exponential_minus_one floor "
@@ -370,16 +370,17 @@ _MOST_OPS = 64
 def makeable(
     program: Program, values: Iterable[int], within: Set[int] | None = None
 ) -> dict[int, set[int]]:
-    """Finds values that cheap ops can compute from the others and from arguments.
+    """Finds values that cheap ops can compute again from other values.
 
-    A norm, for one, is made of the residual stream that it reads.
+    For example, a norm is computed from the residual stream that it reads.
 
     Args:
         values: ids of top-level values that are needed.
-        within: ids of the ops that may be done again; None for all.
+        within: ids of ops that may be computed again; None for all.
 
     Returns:
-        For each such value the ids of the ops that make it.
+        {value that can be computed from the remaining values and arguments: ids of ops
+        that do}.
     """
     rest = set(values)
     found = {}
@@ -394,7 +395,7 @@ def makeable(
 def _ops_from(
     program: Program, v: int, known: Set[int], within: Set[int] | None
 ) -> set[int] | None:
-    """Cheap ops that make a value of known ones, or None."""
+    """Returns ids of cheap ops that compute `v` from `known` values, or None."""
     found: set[int] = set()
     stack = [v]
     while stack:
@@ -414,13 +415,13 @@ def _ops_from(
 
 # --------------------------------------------------------- constraints that do not fit
 
-# A fingerprint says that a program is the one that was planned, and not that the
-# numbers beside it are. Constraints never change what a program computes, as long as
-# they name values of it; what is rematerialized has to give the same again.
+# An equal fingerprint means that the program was planned, not that the plan's numbers
+# are undamaged. Constraints on existing values never change results. Rematerialized ops
+# must be repeatable.
 
 
 def misfit(program: Program, mesh: Mesh, constraints: Constraints) -> str | None:
-    """The first constraint that does not fit a program, in words; None if all do."""
+    """Describes the first constraint that does not fit a program; None if all do."""
     ops = program.ops
     read = {(op.id, i): v for op in ops for i, v in enumerate(op.reads)}
     specs = [(f"value {v}", v, spec) for v, spec in constraints.values.items()]
@@ -428,7 +429,7 @@ def misfit(program: Program, mesh: Mesh, constraints: Constraints) -> str | None
         specs.append((f"operand {index} of op {op}", read.get((op, index), -1), spec))
     for what, value, spec in specs:
         if not 0 <= value < len(program.values):
-            return f"{what}, which is none of {len(program.values)} values"
+            return f"{what}, but the program has {len(program.values)} values"
         if (found := _spec_misfit(program, value, mesh, spec)) is not None:
             return f"{what}: {found}"
     found = (_rematerialization_misfit(program, x) for x in constraints.rematerialized)
@@ -436,7 +437,7 @@ def misfit(program: Program, mesh: Mesh, constraints: Constraints) -> str | None
 
 
 def uneven(shape: Collection[int], mesh: Mesh, spec: Spec) -> bool:
-    """True if a spec cuts some dim into unequal pieces, or has the wrong rank."""
+    """True if a spec cuts a dim into unequal pieces, or has another rank."""
     sizes = mesh.shape
     return len(spec) != len(shape) or any(
         size % prod(sizes[name] for name in names)
@@ -447,10 +448,10 @@ def uneven(shape: Collection[int], mesh: Mesh, spec: Spec) -> bool:
 def _spec_misfit(program: Program, value: int, mesh: Mesh, spec: Spec) -> str | None:
     rank = len(program.shape(value))
     if len(spec) != rank:
-        return f"a sharding of {len(spec)} dims, where there are {rank}"
+        return f"a sharding of {len(spec)} dims for {rank} dims"
     axes = [name for names in spec for name in names]
     if not {*axes} <= {*mesh.shape} or len({*axes}) < len(axes):
-        return f"axes {axes}, of a mesh {dict(mesh.shape)}"
+        return f"axes {axes} on a mesh {dict(mesh.shape)}"
     return None
 
 
@@ -458,12 +459,12 @@ def _rematerialization_misfit(program: Program, one: Rematerialization) -> str |
     top = {op.id for op in program.ops if op.parent < 0}
     forward, backward = one.forward, one.backward
     if not {*forward, *backward} <= top or not forward or not backward:
-        return f"ops to rematerialize, of {len(program.ops)}: not all are there"
+        return f"ops to rematerialize that are not among {len(top)} top-level ops"
     if max(forward) >= min(backward):
-        return "ops to rematerialize that come after what reads them"
+        return "ops to rematerialize that come after their readers"
     for op in forward:
         if not repeatable(program, op):
-            return f"op {op} ({program.ops[op].name}) to rematerialize"
+            return f"op {op} ({program.ops[op].name}), which cannot be rematerialized"
     return None
 
 
@@ -471,7 +472,7 @@ def _rematerialization_misfit(program: Program, one: Rematerialization) -> str |
 
 _NUMBER = "cfp.number"
 _SHARDING = "sdy.sharding"
-_ONE = ("all",)  # The one axis in place of all.
+_ONE = ("all",)  # One axis in place of all.
 
 
 def propagate(
@@ -481,25 +482,22 @@ def propagate(
     outputs: Sequence[Spec | None],
     values: Mapping[int, Spec],
 ) -> dict[int, Spec]:
-    """Shards a program's values by Shardy's propagation, without compiling.
+    """Returns {value id: sharding} by Shardy's propagation, without compiling.
 
-    The compiler partitions afterwards: if an op's operands and result disagree, it
-    chooses the resharding.
+    Values without a sharding may be absent.
 
     Args:
+        mesh: (axis, size) pairs.
         arguments: sharding of each argument.
         outputs: sharding of each result; None leaves it to propagation.
-        values: constraints on values inside, by id.
-
-    Returns:
-        Shardings of all values that propagation or a constraint shards, by id.
+        values: {id of a value inside: its constraint}.
     """
     axes = tuple(name for name, _ in mesh)
     given = *arguments, *outputs, *values.values()
     is_joint = {dim for spec in given for dim in spec or ()} <= {(), axes}
     if is_joint and not any(op.shardings for op in program.ops):
-        # Axes that shard together are one axis, on any mesh of as many devices, if
-        # propagation does not split it.
+        # Axes that always shard together act as one axis, unless propagation splits it.
+        # The result is then shared by all meshes of as many devices.
         one = (_ONE[0], prod(size for _, size in mesh))
         joint = tuple(s and tuple(_ONE if dim else () for dim in s) for s in given)
         found, is_split = _propagated(program, (one,), joint, tuple(values))
@@ -515,7 +513,7 @@ def _propagated(
     given: tuple[Any, ...],
     constrained: tuple[int, ...],
 ) -> tuple[Mapping[int, Spec], bool]:
-    """Runs `propagate`, with what is given in a row; true if it splits an axis."""
+    """Runs `propagate` on all given shardings in a row; True if it splits an axis."""
     of_results = len(program.args) + len(program.outputs)
     known = dict(zip(program.args, given, strict=False))
     values = dict(zip(constrained, given[of_results:], strict=True))
@@ -532,7 +530,7 @@ def _propagated(
         of_main["arg_attrs"] = ir.ArrayAttr.get(marked[: len(program.args)])
         of_main["res_attrs"] = ir.ArrayAttr.get(marked[len(program.args) : of_results])
         shardy.run_passes(module, shardy.PROPAGATION)
-        specs_of = cache(shardy.specs_of)  # Few differ.
+        specs_of = cache(shardy.specs_of)
         texts = cache(str)
         is_split = False
         for op in shardy.walk(shardy.main_function(module)):
@@ -540,7 +538,7 @@ def _propagated(
                 index = ir.IntegerAttr(op.attributes[_NUMBER]).value
                 sharding = op.attributes[_SHARDING]
                 is_split = is_split or ":(" in texts(sharding)
-                # A call of the host without results has a sharding all the same.
+                # A host callback without results has a sharding, too.
                 results = program.ops[index].results
                 known.update(zip(results, specs_of(sharding), strict=False))
         return {**known, **values}, is_split

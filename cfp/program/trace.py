@@ -1,10 +1,9 @@
-"""Traces a step function, with arrays or shapes, into a program.
+"""Lowers a traced step for a mesh, and reads its program.
 
-XLA runs a function of the host for one device, or for each. If it raises, that device
-stops, and the others wait for it in their next collective: on virtual CPU devices the
-process aborts after 40 seconds, without the exception. So a planned step calls such
-functions through a guard. The guard stores the exception, the devices continue with
-zeros, and the exception is raised at the step's end.
+XLA runs a host callback for one device, or for each. If it raises, its device stops,
+and the others wait in their next collective. Virtual CPU devices abort the process
+after 40 seconds, without the exception. So a planned step guards its callbacks: the
+devices continue with zeros, and the exception is raised at the step's end.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -42,10 +41,11 @@ from cfp.program.step import FlatStep
 
 
 def planning_mesh(mesh: Mesh) -> Mesh:
-    """The mesh with axes whose shardings the compiler may choose.
+    """Returns the mesh with all axis types Auto.
 
     Raises:
-        CfpError: it is no mesh of devices.
+        CfpError: `mesh` is no `jax.sharding.Mesh`, or has no devices; or Shardy or jit
+            is turned off.
     """
     check_settings()
     if not isinstance(mesh, Mesh):
@@ -56,44 +56,44 @@ def planning_mesh(mesh: Mesh) -> Mesh:
     if mesh.empty:
         raise CfpError(
             "The mesh has no devices. Make one with jax.make_mesh((4,), ('x',)), or "
-            "leave it out: cfp takes all devices then."
+            "pass no mesh to use all devices."
         )
     return auto_mesh(mesh)
 
 
 _ORDERED = (
     "Leave out ordered=True (of jax.debug.print, jax.debug.callback, io_callback): cfp "
-    "shards only what may happen in any order."
+    "shards only unordered effects."
 )
 OTHER_DEVICES = (
-    "A mesh in the step's code, of with_sharding_constraint or shard_map, has other "
-    "devices than the mesh that it is planned for: plan for the same mesh."
+    "A mesh in the step's code (with_sharding_constraint, shard_map) has other devices "
+    "than the plan's mesh. Plan for the mesh in the code."
 )
 _INSPECTED = (
-    "The step calls jax.debug.inspect_array_sharding, and when it is traced no "
-    "sharding is chosen yet. Leave the call out, and save the plan: cfp "
-    "show PLAN --explain says how the step's blocks are sharded."
+    "The step calls jax.debug.inspect_array_sharding, but no sharding is chosen while "
+    "it is traced. Remove the call, save the plan, and see the shardings by cfp show "
+    "PLAN --explain."
 )
 _FOR_GPUS = (
-    "Virtual CPU devices have no such op: plan for GPUs that are not here, with mesh="
-    'cfp.described("4xh100"), or --for 4xh100.'
+    "Virtual CPU devices do not have the op: plan for described GPUs, with mesh="
+    'cfp.described("4xh100") or --for 4xh100.'
 )
-# Words of JAX's errors, and what to do about them.
+# {words of JAX's errors: advice}.
 _ADVICE = {
     "ordered": _ORDERED,
-    "require devices to be present": _INSPECTED,  # Only its op is left as it is.
+    "require devices to be present": _INSPECTED,  # Other such ops are deferred.
     "incompatible devices": OTHER_DEVICES,
 }
 
 
 def _advice(said: str, of_no_devices: bool) -> str:
-    """Advice on an error of lowering a step."""
+    """Returns advice on JAX's error of lowering a step."""
     for words, advice in _ADVICE.items():
         if words in said.lower():
             return advice
-    advice = "Plain jax.jit does not, either."
+    advice = "Plain jax.jit does not lower it, either."
     if of_no_devices:
-        advice = "For devices that are here, with mesh= or --mesh, JAX may lower it."
+        advice = "JAX may lower it for this machine's devices, with mesh= or --mesh."
     return f"{advice} {_FOR_GPUS}" if "not found for platform cpu" in said else advice
 
 
@@ -103,7 +103,7 @@ _NAME, _RESULTS = "callback", "result_avals"
 
 
 def host_calls(program: Program) -> tuple[str, ...]:
-    """Returns a program's calls of host functions: kind and ``file:line``."""
+    """Returns a program's distinct host callbacks: ``KIND at FILE:LINE``."""
     found = []
     for op in program.ops:
         if op.kind == "custom_call" and _NAME in op.attributes:
@@ -113,17 +113,14 @@ def host_calls(program: Program) -> tuple[str, ...]:
 
 
 class Alarm:
-    """The first exception of the step's host functions, until it is taken.
-
-    The functions run in threads of the runtime.
-    """
+    """The first exception of a step's host callbacks, which run in other threads."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._error: Exception | None = None
 
     def take(self) -> Exception | None:
-        """The exception, if there was one; it is forgotten here."""
+        """Returns the exception, or None, and forgets it."""
         with self._lock:
             error, self._error = self._error, None
         return error
@@ -131,17 +128,16 @@ class Alarm:
     def guard(
         self, function: Callable[..., Any], results: Sequence[Any]
     ) -> Callable[..., Any]:
-        """A function that calls another one, and returns zeros where that raises.
+        """Wraps a callback of flat arrays: if it raises, the wrapper returns zeros.
 
         Args:
-            function: of flat arrays, as JAX keeps it.
-            results: shapes and types of the arrays that it returns.
+            results: shapes and dtypes of the arrays that it returns.
         """
 
         def guarded(*args: Any) -> Any:
             try:
                 return function(*args)
-            except Exception as error:  # whatever it is, it is raised again later
+            except Exception as error:  # It is raised at the step's end.
                 with self._lock:
                     self._error = self._error or error
                 return tuple(np.zeros(one.shape, one.dtype) for one in results)
@@ -150,7 +146,7 @@ class Alarm:
 
 
 def guarded(closed: ClosedJaxpr, alarm: Alarm) -> ClosedJaxpr:
-    """A traced step whose functions of the host raise nothing into the devices."""
+    """Returns a traced step whose host callbacks are guarded by an alarm."""
 
     def guard(eqn: JaxprEqn) -> JaxprEqn:
         called = eqn.params.get(_NAME)
@@ -167,10 +163,12 @@ def guarded(closed: ClosedJaxpr, alarm: Alarm) -> ClosedJaxpr:
 
 @dataclass(frozen=True)
 class Lowering:
-    """A lowered and normalised step, ready to be annotated and compiled.
+    """A lowered and normalised step, ready for constraints and compilation.
 
     Attributes:
-        alarm: has what functions of the host raise while the step runs.
+        module: the module of `lowered`; changes to it are compiled.
+        out_tree: pytree structure of the step's results.
+        alarm: keeps exceptions of host callbacks while the step runs.
     """
 
     lowered: jax.stages.Lowered
@@ -186,20 +184,20 @@ class Lowering:
 
     @property
     def bare_text(self) -> bytes:
-        """The module as bytecode, without what says where it comes from."""
+        """The module as bytecode, without locations."""
         bare = shardy.copied(self.module, shardy.WITHOUT_LOCATIONS)
         return shardy.bytecode(bare.operation)
 
     @property
     def calls_host(self) -> bool:
-        """True if the program calls functions of the host while it runs."""
+        """True if the module has host callbacks."""
         return any(map(shardy.calls_host, shardy.every_op(self.module)))
 
 
 def lower_step(
     step: FlatStep, in_shardings: Sequence[NamedSharding], out_shardings: Any
 ) -> Lowering:
-    """Lowers a step with these shardings and normalises the module in place.
+    """Lowers a step with these shardings, and normalises its module.
 
     The compiled program takes and returns flat leaves.
 
@@ -208,8 +206,8 @@ def lower_step(
         out_shardings: one for all outputs, or a sequence with one for each leaf.
 
     Raises:
-        StepNotTraceable: JAX cannot trace the function, or not lower it for several
-            devices.
+        StepNotTraceable: JAX cannot trace or lower the function for several devices, or
+            it has ordered effects.
     """
     check_settings()
     out_tree = tree_structure(step.traced.out_info)
@@ -221,7 +219,7 @@ def lower_step(
     alarm = Alarm()
     lowered = _lowered(step, in_shardings, out_shardings, alarm)
     module = shardy.stablehlo(lowered)
-    # Tokens keep the order.
+    # Tokens of ordered effects are further arguments.
     if len(shardy.main_block(module).arguments) > len(step.avals):
         raise StepNotTraceable(f"The step has effects in a fixed order. {_ORDERED}")
     if "InspectSharding" in map(shardy.call_target, shardy.every_op(module)):
@@ -236,7 +234,7 @@ def lower_step(
 def _lowered(
     step: FlatStep, in_shardings: Sequence[NamedSharding], outs: Any, alarm: Alarm
 ) -> jax.stages.Lowered:
-    # The caller's mesh gives results their types of axes, and none inside the step.
+    # Explicit axes of the caller's mesh count for results, not inside of the step.
     avals = placed_avals(step.avals, [*map(on_auto_mesh, in_shardings)])
     mesh = in_shardings[0].mesh if in_shardings else None
     of_no_devices = isinstance(mesh, AbstractMesh)
@@ -245,8 +243,8 @@ def _lowered(
     closed = guarded(step.traced.jaxpr, alarm)
     run = jaxpr_as_fun(deferred(closed) if of_no_devices else closed)
 
-    # A function of its own: JAX keeps what it lowered for a function it has seen, and
-    # hands out the same module again, with the constraints of an earlier plan in it.
+    # A new function, since JAX caches modules by function: a cached one may have an
+    # earlier plan's constraints.
     def replay(*leaves: Any) -> list[Any]:
         return run(*leaves)
 
@@ -258,8 +256,8 @@ def _lowered(
         donate_argnums=tuple(i for i, d in enumerate(step.donated) if d),
         keep_unused=True,
     )
-    # ``chlo.ragged_dot`` has no sharding rule: JAX writes products of masked operands,
-    # as XLA would later.
+    # ``chlo.ragged_dot`` has no sharding rule. JAX writes products of masked operands
+    # instead, as XLA would later.
     is_kept = "ragged_dot" in os.environ.get("XLA_FLAGS", "")
     try:
         with jax_ragged_dot_use_ragged_dot_instruction(is_kept):
@@ -268,7 +266,7 @@ def _lowered(
                 _private_parameters=lowering_parameters(mesh),
             )
     except Exception as error:
-        # Ops and libraries refuse platforms with errors that have no type in common.
+        # Ops and libraries raise many types.
         advice = _advice(str(error), of_no_devices)
         raise StepNotTraceable(
             f"JAX does not lower {step.flat_fn.__name__!r} for several devices: "
@@ -279,7 +277,8 @@ def _lowered(
 def trace(step: FlatStep, mesh: Mesh | AbstractMesh) -> tuple[Program, Lowering]:
     """Lowers a step for a mesh, all replicated, and reads its program.
 
-    Nothing is allocated. Some ops lower differently for several devices.
+    Nothing is allocated. The mesh matters: some ops lower differently for several
+    devices.
 
     Raises:
         StepNotTraceable: JAX cannot trace the function.
@@ -317,7 +316,7 @@ def read_lowering(step: FlatStep, lowering: Lowering) -> Program:
 
 
 def _aliases(module: ir.Module, donated: Sequence[bool]) -> tuple[int | None, ...]:
-    """For each argument, the output that the compiler will write over it."""
+    """Returns for each argument the index of the output written over it, or None."""
     function = shardy.main_function(module)
     attributes = ir.ArrayAttr(function.attributes["arg_attrs"])
     found: list[int | None] = []
@@ -330,9 +329,9 @@ def _aliases(module: ir.Module, donated: Sequence[bool]) -> tuple[int | None, ..
 
 
 def exported(step: FlatStep, lowering: Lowering) -> jax.export.Exported:
-    """Exports a lowered step with all that was changed in its module.
+    """Exports a lowered step with the changes to its module.
 
-    JAX exports what it lowers itself; by no public name it takes a lowering.
+    JAX's public API exports only what it lowers itself.
     """
     targets = {shardy.call_target(op) for op in shardy.every_op(lowering.module)}
     checks = [DisabledSafetyCheck.custom_call(name) for name in sorted(targets - {""})]

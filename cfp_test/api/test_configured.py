@@ -104,7 +104,7 @@ def test_steps_that_look_at_shardings_are_refused(how):
         jax.debug.inspect_array_sharding(x, callback=print)
         return step(weights, x)
 
-    with pytest.raises(cfp.StepNotTraceable, match="Leave the call out"):
+    with pytest.raises(cfp.StepNotTraceable, match="Remove the call"):
         cfp.plan(looking, WEIGHTS, X, **how)
 
 

@@ -1,12 +1,12 @@
 """A call's arguments: matched as jax.jit does, and watched for changes in place.
 
-A plan would lose these changes. A step is traced once, on copies of its arguments'
-Python objects. Changes of these objects that it does not return are lost: it would run,
-and update nothing.
+A step is traced once, on copies of its arguments' Python objects. In-place changes of
+these objects that the step does not return would be lost: it would run, and update
+nothing.
 
-A module of some libraries holds its settings and functions among its arrays, as leaves
-of its pytree. ``jax.jit`` takes no function as an argument; here such a leaf becomes a
-part of the pytree's structure, for the time that the step is traced and called.
+Modules of some libraries have functions and settings among their pytree's leaves, which
+``jax.jit`` refuses. Here such leaves become part of the pytree's structure while the
+step is traced and called.
 """
 
 from __future__ import annotations
@@ -48,11 +48,7 @@ _MOST_NAMED = 4  # Leaves in a message.
 def check_names(
     fn: Callable[..., Any], option: str, names: str | Sequence[str]
 ) -> None:
-    """Refuses names that the step has no argument of, as far as it tells.
-
-    Raises:
-        StepNotTraceable: there is one.
-    """
+    """Raises StepNotTraceable if `names` has no argument of the step, if known."""
     parameters = _parameters(fn)
     if parameters is None:
         return
@@ -70,13 +66,13 @@ def check_keywords(
     options: Sequence[str],
     function: str = "cfp.plan",
 ) -> None:
-    """Refuses keywords that neither the step has nor a function of cfp.
+    """Checks that the step has all keyword arguments of a call.
 
     Args:
-        kwargs: of the call, without the options.
+        kwargs: keyword arguments without those in `options`, the ones of `function`.
 
     Raises:
-        OptionError: there is one.
+        OptionError: a keyword is unknown.
     """
     parameters = _parameters(fn)
     if parameters is None or _takes_any(parameters):
@@ -94,14 +90,10 @@ def check_positions(
     option: str,
     numbers: int | Sequence[int],
 ) -> None:
-    """Refuses positions that a call has no argument at.
-
-    Raises:
-        StepNotTraceable: there is one.
-    """
+    """Raises StepNotTraceable if a call has no argument at one of the positions."""
     count = sum(isinstance(key, int) for key in passed)
     known = {*passed}
-    if option == "static_argnums":  # What has a default may be left out.
+    if option == "static_argnums":  # Arguments with defaults may be left out.
         known.update(range(len(parameters)))
     absent = [
         number
@@ -139,7 +131,10 @@ def chosen(
     numbers: int | Sequence[int],
     names: str | Sequence[str],
 ) -> set[int | str]:
-    """Arguments by position and by name; negative positions count from the end."""
+    """Returns positions and names of the chosen arguments, each in both forms.
+
+    Negative positions count from the end of `count` positional arguments.
+    """
     positions = {i + count if i < 0 else i for i in sequence(numbers, int)}
     words = set(sequence(names, str))
     positions |= {i for i, name in enumerate(parameters) if name in words}
@@ -150,7 +145,7 @@ def chosen(
 def dynamic_part(
     args: Sequence[Any], kwargs: Mapping[str, Any], static: Collection[int | str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments without the static ones."""
+    """Returns a call's arguments without the static ones."""
     return (
         tuple(a for i, a in enumerate(args) if i not in static),
         {name: a for name, a in kwargs.items() if name not in static},
@@ -160,25 +155,22 @@ def dynamic_part(
 def by_position(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Passes a call's arguments by position if possible.
-
-    So keywords make no difference.
-    """
+    """Returns a call's (args, kwargs) with keywords made positional if possible."""
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # It tells no parameters, or has others.
+    except (TypeError, ValueError):  # No signature, or one that does not fit.
         return tuple(args), dict(kwargs)
     return bound.args, bound.kwargs
 
 
 def parameter_names(fn: Callable[..., Any]) -> list[str]:
-    """The names of a function's positional parameters, as far as it tells them."""
+    """Returns names of a function's positional parameters; [] without a signature."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in (_parameters(fn) or {}).values() if p.kind in kinds]
 
 
 def written_function(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a user wrote, within wrappers, or a class's ``__call__``."""
+    """Returns the function inside of wrappers, or the ``__call__`` of an object."""
     fn = inspect.unwrap(fn)
     while isinstance(fn, partial):
         fn = inspect.unwrap(fn.func)
@@ -186,12 +178,12 @@ def written_function(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """True if a function takes keywords of any name."""
+    """True if a function has ``**kwargs``."""
     return any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """A function's parameters by name; None if it does not tell them."""
+    """Returns a function's parameters by name; None without a signature."""
     try:
         return inspect.signature(fn).parameters
     except (TypeError, ValueError):
@@ -201,7 +193,7 @@ def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | Non
 def changed(
     before: Mapping[str, Any], passed: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """Arrays of modules that stand where other leaves stood before, by path."""
+    """Returns {path: array} of modules' leaves that are others than before."""
     now = dict(leaves_of_modules(passed))
     return {
         path: now[path]
@@ -211,7 +203,7 @@ def changed(
 
 
 def leaves_of_modules(passed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of modules among a call's named arguments, by path."""
+    """Yields (path, leaf) of mutable modules among a call's named arguments."""
     for name, arg in passed.items():
         nodes, _ = tree_flatten_with_path(arg, is_leaf=_may_change)
         for start, node in nodes:
@@ -222,7 +214,7 @@ def leaves_of_modules(passed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _may_change(node: Any) -> bool:
-    """True for a module whose attributes can be assigned to."""
+    """True for a module that is no frozen dataclass."""
     if not is_module(node):
         return False
     parameters = getattr(type(node), "__dataclass_params__", None)
@@ -230,20 +222,19 @@ def _may_change(node: Any) -> bool:
 
 
 def may_change_any(tree: Any) -> bool:
-    """True if a pytree holds any module that a step could change in place."""
+    """True if a pytree has a module that a step could change in place."""
     return any(map(_may_change, tree_leaves(tree, is_leaf=_may_change)))
 
 
 def lost_changes(
     run: Callable[..., tuple[Any, Mapping[str, Any]]], avals: Sequence[Any]
 ) -> list[str]:
-    """Finds paths of values that a step changes in place and no result depends on.
+    """Returns paths of values that a step sets in place and no result depends on.
 
-    A changed value that is returned, or used on the way, such as a normalised batch, is
-    not lost.
+    Values that are equal to an argument are not lost, either.
 
     Args:
-        run: the step over flat leaves; returns its results and its changes.
+        run: the step over flat leaves; returns (results, {path: value set in place}).
     """
     paths: list[str] = []
     count = 0
@@ -276,7 +267,7 @@ def _makers(jaxpr: Jaxpr) -> dict[Any, JaxprEqn]:
 
 
 def _origin(var: Any, makers: Mapping[Any, JaxprEqn]) -> Any:
-    """The variable that a call only passes on, such as a jitted part of the step."""
+    """Returns the variable that inner calls, such as jax.jit, pass on as `var`."""
     while isinstance(var, Var) and (eqn := makers.get(var)) is not None:
         inner = eqn.params.get("jaxpr")
         inner = getattr(inner, "jaxpr", inner)
@@ -292,7 +283,7 @@ def _origin(var: Any, makers: Mapping[Any, JaxprEqn]) -> Any:
 
 
 def lost_changes_text(name: str, lost: Sequence[str]) -> str:
-    """Returns the message about a step that loses changes, and how to write it."""
+    """Returns the message about a step that loses changes of its arguments."""
     given = ", ".join(dict.fromkeys(path.partition("/")[0] for path in lost))
     return (
         f"The step {name!r} changes {first_named(lost)} in place, and does not return "
@@ -304,12 +295,15 @@ def lost_changes_text(name: str, lost: Sequence[str]) -> str:
 
 
 def arrays_around(fn: Callable[..., Any], traced: bool) -> list[str]:
-    """Paths of arrays, if traced of tracers, in a closure, globals and object."""
+    """Returns paths of arrays (tracers if `traced`) in variables around a function.
+
+    These are its closure, the globals that it reads, and its method's object.
+    """
     return [path for path, leaf in _held(fn) if isinstance(leaf, Tracer) == traced]
 
 
 def _held(fn: Any) -> Iterator[tuple[str, Any]]:
-    """Arrays, by path, in the variables that a function takes from around it."""
+    """Yields (path, array) in the variables around a function."""
     while isinstance(fn, partial):
         fn = fn.func
     owner = getattr(fn, "__self__", None)
@@ -324,12 +318,12 @@ def _held(fn: Any) -> Iterator[tuple[str, Any]]:
         if inspect.ismodule(value) or isinstance(value, type):
             continue
         try:
-            # Looking at these would use them up, or JAX refuses to look.
+            # Iterators would be used up, and JAX refuses views.
             leaves, _ = tree_flatten_with_path(
                 value, is_leaf=lambda node: isinstance(node, Iterator | MappingView)
             )
         except (TypeError, ValueError):
-            # No pytree, such as a dict whose keys do not compare: a step may read it.
+            # Not a pytree, such as a dict whose keys do not compare.
             continue
         for path, leaf in leaves:
             if isinstance(leaf, jax.Array):
@@ -348,17 +342,17 @@ def lost_surroundings_text(name: str, lost: Sequence[str]) -> str:
 
 
 def first_named(names: Sequence[str]) -> str:
-    """The first few of some names, and how many more there are."""
+    """Returns the first few names, and the number of others, as text."""
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-# A mask is a constant of the program that makes it: of this many elements at most.
+# Most elements of a mask that measurements use: it is a constant of their program.
 MOST_ELEMENTS = 1 << 16
 
 
 def may_be_given(leaf: Any) -> bool:
-    """True if an argument's value is kept: a scalar, or a few booleans."""
+    """True for a scalar or a mask, whose value measurements may use."""
     if isinstance(leaf, jax.ShapeDtypeStruct | Tracer):
         return False
     dtype = getattr(leaf, "dtype", None)
@@ -371,7 +365,7 @@ def may_be_given(leaf: Any) -> bool:
 
 
 def given_bytes(leaf: Any, dtype: Any) -> bytes:
-    """Returns an argument's value in a type; empty if it cannot be read."""
+    """Returns the bytes of an argument's value in `dtype`; b"" if unreadable."""
     if leaf is None:
         return b""
     if isinstance(leaf, jax.Array):
@@ -381,31 +375,26 @@ def given_bytes(leaf: Any, dtype: Any) -> bytes:
     return np.asarray(leaf, dtype).tobytes()
 
 
-# Containers of plain Python. What stands in them is what jax.jit says it is.
+# Containers of plain Python, whose leaves are treated as by jax.jit.
 _PLAIN = (dict, list, tuple, type(None))
 _NUMBERS = (bool, int, float, complex)
 
 
 @register_static
 class Fixed(NamedTuple):
-    """A value that is part of a pytree's structure.
-
-    Attributes:
-        kind: its type, so that True and 1 differ.
-    """
+    """A value that is part of a pytree's structure; `kind` tells True from 1."""
 
     value: Any
     kind: type
 
 
 def fixed(tree: Any) -> Any:
-    """A pytree in which the modules' leaves that are no arrays are part of structure.
+    """Returns the pytree with modules' leaves other than arrays made :class:`Fixed`.
 
-    A module, here, is a node of the pytree that is no container of plain Python. Its
-    numbers are arguments, like for ``jax.jit``, unless functions, texts and other
-    things that no array can be made of stand among its leaves, or it is a module
-    inside of it that has no arrays at all and a bool, which holds settings. What
-    cannot be hashed stays, to be refused.
+    A module is a node of the pytree that is no container of plain Python. If all its
+    leaves are arrays and numbers, the numbers are arguments, as for ``jax.jit``. A
+    module with a bool and no arrays holds settings, and its numbers are fixed. Leaves
+    that cannot be hashed stay, and are refused later.
     """
     if not any(map(_may_be_fixed, tree_leaves(tree))):
         return tree
@@ -413,11 +402,7 @@ def fixed(tree: Any) -> Any:
 
 
 def released(tree: Any, instead: Callable[[Any], Any] | None = None) -> Any:
-    """The pytree as it was before :func:`fixed`.
-
-    Args:
-        instead: what to put in place of such a leaf; the leaf, if not given.
-    """
+    """Undoes :func:`fixed`; `instead` maps the fixed leaves, if given."""
     if not has_fixed(tree):
         return tree
     change = instead or (lambda value: value)
@@ -429,13 +414,13 @@ def released(tree: Any, instead: Callable[[Any], Any] | None = None) -> Any:
 
 
 def has_fixed(tree: Any) -> bool:
-    """True if any part of a pytree is a :class:`Fixed`."""
+    """True if a pytree has a :class:`Fixed`."""
     found = tree_leaves(tree, is_leaf=lambda node: isinstance(node, Fixed))
     return any(isinstance(leaf, Fixed) for leaf in found)
 
 
 def is_module(node: Any) -> bool:
-    """True for a node of a pytree that is no container of plain Python."""
+    """True for an inner node of a pytree that is no container of plain Python."""
     is_plain = isinstance(node, (*_PLAIN, *_NUMBERS, str))
     return not is_plain and not all_leaves([node])
 

@@ -1,15 +1,14 @@
 """Passes a call's arguments to a compiled step at little cost.
 
-In a training loop a step takes its last results, and a batch. Its results have the
-right type and sharding, and memory of their own, and so has an argument that was passed
-before and not overwritten. A step therefore keeps weak references to the arrays that it
-expects, and examines only other objects.
+In a training loop a step takes its last results, and a batch. Last results, and
+arguments passed before and not overwritten, have the right type, sharding and memory. A
+step keeps weak references to these expected arrays, and examines only other objects.
 
 Arguments that share memory are copied if the step may overwrite one of them
-(:class:`Apart`). ``jax.device_put`` of an array in place returns another array over the
-same buffers. If a step overwrites one of two such arguments, XLA ends the process
-(jaxlib 0.10.2 on virtual CPU devices: "Attempt to donate the same buffer twice").
-Weights and the moving average that begins with them are such arguments.
+(:class:`Apart`), such as weights and a moving average that begins with them:
+``jax.device_put`` may return another array over the same buffers. Otherwise XLA ends
+the process (jaxlib 0.10.2 on virtual CPU devices: "Attempt to donate the same buffer
+twice").
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from cfp.program.step import FlatStep, abstract
 class Apart:
     """Copies arguments that share memory which a step may overwrite.
 
-    Reading an array's buffers waits for its computation. So only candidates are read:
-    two arrays of one type with pieces of one shape, one of them to be overwritten, and
-    one of them unknown from the step's latest call.
+    Reading an array's buffers waits for its computation. So it reads only buffers of
+    arrays with shards of equal type and shape, one of them donated, and one of them
+    unknown from the step's latest call.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class Apart:
         shardings: Sequence[Sharding],
         donated: Sequence[bool],
     ) -> None:
-        """Takes each argument leaf's type, sharding, and whether it is overwritten."""
+        """Takes the type and sharding of each argument leaf; True if it is donated."""
         self._donated = tuple(donated)
         alike: dict[Any, list[int]] = defaultdict(list)
         for i, (aval, sharding) in enumerate(zip(avals, shardings, strict=True)):
@@ -61,13 +60,14 @@ class Apart:
         }
 
     def separate(self, leaves: list[jax.Array], unknown: Iterable[int]) -> list[int]:
-        """Puts copies into a list of placed leaves, where memory is shared.
+        """Replaces leaves that share donated memory by copies, in place.
 
         Args:
-            unknown: which may share memory with others; of the rest no two do.
+            unknown: indices of leaves that may share memory with any leaf; no two of
+                the others do.
 
         Returns:
-            Which leaves are copies now.
+            Indices of the leaves that are copies now.
         """
         groups = {id(group): group for i in unknown if (group := self._group_of.get(i))}
         copied = []
@@ -82,7 +82,7 @@ class Apart:
 
 
 def _piece(aval: jax.ShapeDtypeStruct, sharding: Sharding) -> Any:
-    """Type and shape of what a device holds of an array; keys by their numbers'."""
+    """Returns (shape, dtype) of an array's shards; random keys count as numbers."""
     shape, dtype = tuple(sharding.shard_shape(tuple(aval.shape))), aval.dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
@@ -91,7 +91,7 @@ def _piece(aval: jax.ShapeDtypeStruct, sharding: Sharding) -> Any:
 
 
 def _buffers(array: jax.Array) -> set[tuple[int, int]]:
-    """(device, address) of each piece that is in this process."""
+    """Returns (device id, address) of each shard in this process."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     return {
@@ -101,31 +101,31 @@ def _buffers(array: jax.Array) -> set[tuple[int, int]]:
     }
 
 
-# Gives the array that is expected at some place, while there is one.
+# Returns the array that is expected at an index, or None.
 _Expected = Callable[[], Any]
 
 
 _is_deleted = methodcaller("is_deleted")
 
-# Given an array that another step was donated, JAX ended the process until 0.11.0, so
-# that each call asks in advance; from 0.11.2 on it raises an error (docs/decisions.md,
-# "A call asks for deleted arguments only where JAX does not").
+# For an array that was donated to another step, JAX ends the process until 0.11.0, and
+# raises an error from 0.11.2 on. So each call checks before (docs/decisions.md, "A call
+# asks for deleted arguments only where JAX does not").
 _ASKS_FIRST = jax.__version_info__ < (0, 11, 2)
 
 
 def _nothing() -> None:
-    """Stands where no array is expected."""
+    """Returns None: no array is expected."""
 
 
 class _Memory(NamedTuple):
-    """State after a call. No two of the arrays share memory.
+    """Weak references after a call, to arrays of which no two share memory.
 
     Attributes:
         expected: for each argument leaf the array that needs no examination.
         kept: for each argument leaf the passed array, if it was not overwritten.
         results: results of the step.
-        order: places of the expected arrays in ``kept + results``.
-        foreign: examined argument leaves that were no results.
+        order: for each argument leaf the index of `expected` in ``kept + results``.
+        foreign: indices of examined argument leaves that were no results.
     """
 
     expected: Sequence[_Expected]
@@ -136,7 +136,7 @@ class _Memory(NamedTuple):
 
 
 class Look(NamedTuple):
-    """The argument leaves of a call, and those of them that were not expected."""
+    """The argument leaves of a call; `new` has indices of unexpected leaves."""
 
     leaves: Sequence[Any]
     new: Sequence[int]
@@ -144,12 +144,12 @@ class Look(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """The argument leaves of a call, where the step takes them.
+    """The argument leaves of a call in the step's shardings.
 
     Attributes:
         leaves: passed arrays, or copies.
-        changed: leaves that were unexpected, or copied.
-        kept: changed leaves that are the passed arrays after the call.
+        changed: indices of leaves that were unexpected, or copied.
+        kept: indices in `changed` of passed arrays that the step does not overwrite.
         memory: state of the other leaves.
     """
 
@@ -160,15 +160,15 @@ class Placed(NamedTuple):
 
 
 class Dispatch:
-    """Looks at the arguments of a compiled step's calls, and places them."""
+    """Checks the arguments of a compiled step's calls, and moves them in place."""
 
     def __init__(self, step: FlatStep, shardings: Sequence[NamedSharding]) -> None:
         self._step = step
         self._shardings = tuple(shardings)
         self._all = range(len(step.avals))
-        # What a leaf looked like that had the right type.
+        # Type, shape and dtype of each index's last leaf of the right type.
         self._looks: list[Any] = [None for _ in self._all]
-        # Replaced as a whole, so that several threads may call one step.
+        # Replaced as a whole, so that several threads may call the step.
         nothing = (_nothing,) * len(step.avals)
         self._memory = _Memory(
             expected=nothing,
@@ -183,13 +183,13 @@ class Dispatch:
         return Apart(self._step.avals, self._shardings, self._step.donated)
 
     def look(self, leaves: Sequence[Any]) -> Look:
-        """Finds which leaves need a closer look; there are as many as usual."""
+        """Finds the leaves that are not the expected arrays."""
         memory = self._memory
         there = map(call, memory.expected)
         return Look(leaves, [*compress(self._all, map(is_not, there, leaves))], memory)
 
     def has_leaves(self, look: Look) -> bool:
-        """True if all leaves are leaves, and none a part of the tree."""
+        """True if no leaf is a container, which a call's pytree may have there."""
         leaves = look.leaves
         return all(treedef_is_leaf(tree_structure(leaves[i])) for i in look.new)
 
@@ -212,10 +212,10 @@ class Dispatch:
         return True
 
     def place(self, look: Look) -> Placed:
-        """The leaves where the step takes them, none over another's memory.
+        """Moves leaves to the step's shardings, and copies shared donated memory.
 
         Raises:
-            PlanMismatch: an array is gone, or of another type, or being traced.
+            PlanMismatch: an array is deleted, has another type, or is a tracer.
         """
         leaves, new, memory = look
         placed, changed = leaves, new
@@ -235,16 +235,12 @@ class Dispatch:
         return Placed(placed, changed, kept, memory)
 
     def check_there(self, leaves: Sequence[jax.Array]) -> None:
-        """Refuses arguments whose memory is gone.
-
-        Raises:
-            PlanMismatch: an array was deleted, or donated to another step.
-        """
+        """Raises PlanMismatch if an argument was deleted or donated elsewhere."""
         if any(map(_is_deleted, leaves)):
             raise self._gone([*map(_is_deleted, leaves)].index(True))
 
     def remember(self, placed: Placed, results: Sequence[jax.Array]) -> None:
-        """Notes what a call returned: no two results share memory."""
+        """Stores a call's arguments and results as expected by the next call."""
         memory = placed.memory
         kept = memory.kept
         if placed.changed:
@@ -257,7 +253,7 @@ class Dispatch:
         self._memory = memory._replace(expected=expected, kept=kept, results=made)
 
     def _placed(self, i: int, leaf: Any) -> jax.Array:
-        """Moves one leaf to the step's devices and sharding."""
+        """Moves leaf number `i` to the step's sharding."""
         if isinstance(leaf, Tracer):
             raise PlanMismatch(
                 "A planned step is compiled already, and cannot be called inside "
@@ -279,7 +275,10 @@ class Dispatch:
         )
 
     def _looked_up(self, look: Look, there: set[int]) -> tuple[_Memory, Sequence[int]]:
-        """Finds arguments that are latest results, or that may share memory."""
+        """Finds arguments that are last results; returns others that may share memory.
+
+        The returned state expects the same results in the next call.
+        """
         _, new, memory = look
         results = memory.results
         if memory.foreign.issuperset(new) and 4 * len(new) <= len(results):

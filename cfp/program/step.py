@@ -1,8 +1,7 @@
-"""A call of a step function, as flat arrays and everything else.
+"""A step function as a function of flat arrays.
 
-A step may branch on predicates and scalars of example arguments. Measuring uses the
-scalars of a step's arguments, and masks up to a size. All other values are random
-(:mod:`cfp.profiling.inputs`).
+A step may branch on its arguments' values. Measurements use scalars and small masks of
+the example arguments, and random numbers for all others (:mod:`cfp.profiling.inputs`).
 """
 
 from __future__ import annotations
@@ -63,13 +62,13 @@ from cfp.program.partitioned import traced_with_callbacks
 
 # Kinds of NumPy's dtypes that hold objects, text and dates.
 _NO_NUMBERS = "OSUMm"
-# What a step knows of itself once it is traced, whoever gives memory away.
+# Cached properties that do not depend on donation.
 _TRACED = ("flat_fn", "traced")
 _NO_ARGUMENTS = (
-    " No argument of it has an array: give the step's arguments, or their shapes, "
-    "behind it, as in cfp.plan(step, state, batch)."
+    " No argument has an array: pass the step's arguments, or their shapes, after it, "
+    "as in cfp.plan(step, state, batch)."
 )
-# A leaf as JAX names it, which sees a function of flat leaves.
+# JAX's name of an argument's leaf in errors.
 _LEAF = re.compile(r"\bleaves\[(\d+)\]")
 
 
@@ -79,19 +78,17 @@ class FlatStep:
 
     Attributes:
         avals: shape and dtype of each array leaf of the arguments.
-        donated: whether the user gives each leaf's memory away.
+        donated: for each leaf, True if the step may overwrite it.
         arg_names: a path for each leaf, such as ``state/params/dense/kernel``.
-        in_tree: the structure of ``(dynamic args, kwargs)``, with those leaves of
-            modules that are no arrays.
-        static: static arguments, by position or keyword.
-        examples: leaves whose values are measured with, see `cfp.program.step`; None
-            for all others.
-        memory_kinds: for each argument leaf the memory of the host that it is in, or
-            "" for the device's.
-        explicit: its sharding, if that is on a mesh with explicit axes: the step may
-            have to be traced with it; the plan chooses another.
-        in_host: argument leaves that are kept in the memory of the host between steps,
-            each with the result leaf that is its new value; see `with_state_in_host`.
+        in_tree: the structure of ``(dynamic args, kwargs)``; leaves of modules that are
+            no arrays are part of it.
+        static: (position or keyword, value) of static arguments.
+        examples: for each leaf the value that measurements use, or None.
+        memory_kinds: for each leaf the kind of its host memory, "" for device memory.
+        explicit: for each leaf its sharding on a mesh with explicit axes, or None.
+            Tracing may need it; the plan chooses another.
+        in_host: (argument leaf, result leaf of its new value) pairs that stay in host
+            memory between steps; see `with_state_in_host`.
         precision: "fp8" for FP8 products, or "" for products as written.
     """
 
@@ -112,12 +109,12 @@ class FlatStep:
 
     @cached_property
     def result_memory_kinds(self) -> tuple[str, ...]:
-        """For each result leaf the memory of the host that it is in, or ""."""
+        """For each result leaf the kind of its host memory, "" for device memory."""
         kinds = self.memory_kinds or ("",) * len(self.avals)
         return result_memory_kinds(self.traced.jaxpr.jaxpr, kinds)
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The array leaves of a call's arguments, which must fit the structure.
+        """Returns the array leaves of a call's arguments.
 
         Raises:
             PlanMismatch: a static argument has another value.
@@ -142,9 +139,9 @@ class FlatStep:
     def leaves_of(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Any] | None:
-        """Like :meth:`flatten`, sooner; None where the call does not fit.
+        """Like :meth:`flatten`, but faster; None if the call does not fit.
 
-        A leaf may be something else than an array, such as a dict; it is not None.
+        Leaves are not checked: they may be other objects than arrays, but not None.
         """
         if kwargs:
             args, kwargs = by_position(self.fn, args, kwargs)
@@ -161,7 +158,7 @@ class FlatStep:
     def _changed_static(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[int | str, Any, Any] | None:
-        """The first static argument with another value: its key, the old, the new."""
+        """Returns (key, old value, new value) of the first changed static argument."""
         passed = {**dict(enumerate(args)), **kwargs}
         for key, value in self.static:
             got = passed.get(key)
@@ -170,13 +167,13 @@ class FlatStep:
         return None
 
     def _what_changed(self, dynamic: Any) -> str:
-        """Describes briefly how a call's arguments differ from those of the step."""
+        """Returns the message for a call with another structure of arguments."""
         static = {key for key, _ in self.static}
         names = [name for _, name, _ in _named_leaves(self.fn, fixed(dynamic), static)]
         gone = [name for name in self.arg_names if name not in names]
         new = [name for name in names if name not in self.arg_names]
-        same = "the arrays are the same, and what else is in their containers differs, "
-        same += "such as a function, a setting, or the class of a module"
+        same = "equal arrays, but other values in their containers, such as a "
+        same += "function, a setting, or the class of a module"
         changes = (("missing", gone), ("not there before", new))
         words = [f"{what}: {calling.first_named(x)}" for what, x in changes if x]
         return (
@@ -185,7 +182,7 @@ class FlatStep:
         )
 
     def with_donated(self, donated: Sequence[bool]) -> FlatStep:
-        """Returns the step, as traced, with other donated leaves."""
+        """Returns the step with other donated leaves; it is not traced again."""
         other = replace(self, donated=tuple(donated))
         kept = {name: vars(self)[name] for name in _TRACED if name in vars(self)}
         vars(other).update(kept)
@@ -193,11 +190,11 @@ class FlatStep:
 
     @cached_property
     def weak(self) -> frozenset[int]:
-        """The weakly typed leaves."""
+        """Indices of the weakly typed leaves."""
         return frozenset(i for i, one in enumerate(self.avals) if one.weak_type)
 
     def with_weak_types(self, places: Set[int]) -> FlatStep:
-        """Returns the step with other weakly typed leaves."""
+        """Returns the step with exactly these leaves weakly typed."""
         if places == self.weak:
             return self
         avals = (
@@ -209,10 +206,10 @@ class FlatStep:
     def with_state_in_host(self, pairs: Sequence[tuple[int, int]]) -> FlatStep:
         """Returns the step with state in host memory between its calls.
 
-        It moves the state to the devices, computes, and moves the new state back.
+        The step moves the state to the devices, computes, and moves the new state back.
 
         Args:
-            pairs: argument leaves, each with the result leaf of its new value.
+            pairs: (argument leaf, result leaf of its new value).
         """
         if not pairs:
             return self
@@ -223,7 +220,7 @@ class FlatStep:
 
     @cached_property
     def flat_fn(self) -> Callable[..., Any]:
-        """``fn`` as a function of flat leaves, under its own name."""
+        """`fn` as a function of flat leaves, with the same name."""
 
         def flat(*leaves: Any) -> Any:
             ins, outs = ({pair[side] for pair in self.in_host} for side in (0, 1))
@@ -235,14 +232,13 @@ class FlatStep:
             return with_leaves_in(result, outs, jax.memory.Space.Host)
 
         flat.__name__ = flat.__qualname__ = getattr(self.fn, "__name__", "step")
-        # JAX's errors say where a function is that it was tracing: the user's is meant.
-        # It takes leaves all the same.
+        # JAX's errors then show the location of the user's function.
         flat.__dict__["__signature__"] = inspect.signature(flat)
         flat.__dict__["__wrapped__"] = calling.written_function(self.fn)
         return flat
 
     def _run(self, fn: Callable[..., Any], leaves: Any) -> tuple[Any, dict[str, Any]]:
-        """Calls a function; returns its result and its in-place changes."""
+        """Calls a function on leaves; returns (result, {path: array set in place})."""
         dynamic, kwargs = released(tree_unflatten(self.in_tree, leaves))
         args = list(dynamic)
         for key, value in self.static:
@@ -259,14 +255,14 @@ class FlatStep:
 
     @cached_property
     def _changed(self) -> list[str]:
-        """Paths that the function was seen to change in place, and not to return."""
+        """Paths of arrays that traces changed in place, and did not return."""
         return []
 
     def _lost(self) -> list[str]:
-        """Paths of what the function changes in place, and does not return."""
+        """Returns paths of arrays whose in-place changes are lost."""
         fn: Any = self.fn
         if isinstance(fn, jax.stages.Wrapped):
-            # What it changes are copies that it makes inside.
+            # jax.jit changes copies, so that the function inside is examined.
             leaves = tree_unflatten(self.in_tree, self.avals)
             hidden = calling.may_change_any(leaves)
             fn = getattr(fn, "__wrapped__", fn) if hidden else fn
@@ -277,8 +273,8 @@ class FlatStep:
     def _trace(self) -> jax.stages.Traced:
         """Traces the function without shardings, or else with those on explicit axes.
 
-        A step may need them for a shard_map of its own; others that JAX refuses with
-        the shardings that the arguments happen to have can be planned without.
+        A step's own shard_map may need explicit axes. Other steps do not trace with the
+        shardings that their arguments happen to have.
         """
         here = SingleDeviceSharding(jax.devices()[0])
         plain: list[Sharding] = [here] * len(self.avals)
@@ -294,14 +290,13 @@ class FlatStep:
 
     @cached_property
     def traced(self) -> jax.stages.Traced:
-        """``flat_fn`` as JAX traced it: the user's Python code runs this one time.
+        """`flat_fn` as JAX traced it, the only time that the user's code runs.
 
-        Once more, where it changes modules in place and does not return just what it
-        put there, to see whether that is lost.
+        If it changes modules in place, it may run again, to find lost changes.
 
         Raises:
-            StepNotTraceable: JAX cannot trace the function, or what it changes in
-                place would be lost.
+            StepNotTraceable: JAX cannot trace the function, or in-place changes of
+                arguments or surrounding variables would be lost.
         """
         check_settings()
         around = calling.arrays_around(self.fn, traced=False)
@@ -309,14 +304,14 @@ class FlatStep:
             with cudnn_expected():
                 traced = self._trace()
         except Exception as error:
-            # Whatever the user's code raises while it is traced is the user's to mend.
+            # The user's code may raise any type.
             raise StepNotTraceable(
                 f"JAX could not trace {self.flat_fn.__name__!r}: "
                 f"{type(error).__name__}: {self.with_paths(str(error))}"
                 f"{place_of(error)}\n"
-                "The step must be a function that jax.jit accepts; arguments that are "
-                "not arrays belong in static_argnums or static_argnames, also where "
-                "the step is wrapped in jax.jit, which keeps its own to itself."
+                "The step must be a function that jax.jit accepts. Name arguments "
+                "that are no arrays in cfp's static_argnums or static_argnames, even "
+                "if jax.jit around the step has them."
                 + _NO_ARGUMENTS
                 * (not self.avals)
             ) from error
@@ -329,16 +324,13 @@ class FlatStep:
         return traced
 
     def with_paths(self, text: str) -> str:
-        """JAX's text with the paths of arguments in place of ``leaves[28]``."""
+        """Replaces ``leaves[28]`` in JAX's text by the argument's path."""
         paths = dict(enumerate(self.arg_names))
         return _LEAF.sub(lambda found: paths.get(int(found[1]), found[0]), text)
 
     @property
     def inner_jit_donates(self) -> bool:
-        """True if only a jax.jit around the step donates arguments.
-
-        Inside of another program it cannot.
-        """
+        """True if only the step's own jax.jit donates, which has no effect here."""
         wrapped = isinstance(self.fn, jax.stages.Wrapped)
         calls = self.traced.jaxpr.eqns if wrapped and not any(self.donated) else ()
         return any(any(call.params.get("donated_invars", ())) for call in calls)
@@ -355,10 +347,10 @@ def flatten_step(
     donate_argnames: str | Sequence[str] = (),
     precision: str = "",
 ) -> FlatStep:
-    """Separates a call into its array leaves and everything else.
+    """Returns a step and a call of it as a function of flat arrays.
 
-    Like ``jax.jit``, it knows an argument by position and by name. A static argument
-    that is left out has its default.
+    As in ``jax.jit``, arguments are known by position and by name, and static arguments
+    may be left out if they have defaults.
 
     Args:
         args: arrays, ``jax.ShapeDtypeStruct`` s, or pytrees of them.
@@ -402,13 +394,12 @@ def flatten_step(
 
 
 def typed_as_returned(step: FlatStep) -> FlatStep:
-    """Returns the step with weakly typed state as the step returns it, or a checkpoint.
+    """Returns the step with the types that its state has after the first call.
 
-    ``jnp.full(shape, 0.1)`` is weakly typed, and an optimizer's result is not: from the
-    second call on a training step has other types, for which ``jax.jit`` compiles
-    again. The step is planned for the later types. A counter that begins as ``0`` stays
-    weakly typed until a checkpoint restores it; the step is planned as restored if it
-    does the same then. An argument is state if a part of it is donated.
+    ``jnp.full(shape, 0.1)`` is weakly typed, and an optimizer's result is not:
+    ``jax.jit`` compiles again for the second call. A counter that begins as ``0`` stays
+    weakly typed until a checkpoint restores it. It is planned as restored if the
+    program is the same. An argument is state if a part of it is donated.
     """
     state = [
         (places, tree)
@@ -429,7 +420,7 @@ def typed_as_returned(step: FlatStep) -> FlatStep:
 
 
 def _do_the_same(one: FlatStep, other: FlatStep) -> bool:
-    """True if two steps, the other perhaps invalid, are one but for weak types."""
+    """True if two steps trace to the same program, weak types aside."""
     if one is other:
         return True
     try:
@@ -440,7 +431,7 @@ def _do_the_same(one: FlatStep, other: FlatStep) -> bool:
 
 
 def arguments_of(in_tree: Any) -> Iterator[tuple[range, Any]]:
-    """Yields the leaves and the structure of each argument of a step."""
+    """Yields (indices of its leaves, structure) for each argument of a step."""
     start = 0
     for tree in (one for part in in_tree.children() for one in part.children()):
         yield range(start, start + tree.num_leaves), tree
@@ -450,12 +441,13 @@ def arguments_of(in_tree: Any) -> Iterator[tuple[range, Any]]:
 def successors(
     step: FlatStep, state: Iterable[tuple[range, Any]]
 ) -> Iterator[tuple[range, int | None, Sequence[Any]]]:
-    """Yields arguments' leaves, with the place and the types of what replaces them.
+    """Yields (argument's leaves, position of the result that replaces it, its types).
+
+    An argument is replaced by the whole result (position None), or by the first element
+    of it, with the argument's structure, shapes and dtypes.
 
     Args:
-        state: leaves and structure of arguments. One is replaced by all results, which
-            have the place None, or by the first of them, that has its structure, shapes
-            and dtypes.
+        state: (leaves, structure) of arguments.
     """
     results = step.traced.jaxpr.out_avals
     out, start = tree_structure(step.traced.out_info), 0
@@ -476,7 +468,7 @@ def successors(
 def _named_leaves(
     fn: Callable[..., Any], dynamic: Any, static: Collection[int | str]
 ) -> list[tuple[int | str, str, Any]]:
-    """Position or keyword, path and value of each leaf of a call's arguments."""
+    """Returns (position or keyword, path, value) of each leaf of a call's arguments."""
     parameters = parameter_names(fn)
     total = len(dynamic[0]) + len(static)
     positions = [i for i in range(total) if i not in static]
@@ -493,7 +485,7 @@ def _named_leaves(
 
 
 def _check_width(dtype: Any, name: str) -> None:
-    """Refuses types of less than eight bits where JAX is older than 0.11."""
+    """Raises StepNotTraceable for types of less than 8 bits, before JAX 0.11."""
     key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     narrow = not key and jax.dtypes.itemsize_bits(dtype) < 8
     if narrow and jax.__version_info__ < (0, 11):
@@ -504,10 +496,10 @@ def _check_width(dtype: Any, name: str) -> None:
 
 
 def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an argument's leaf as JAX takes it.
+    """Returns shape, dtype and weak type of an argument's leaf.
 
     Raises:
-        StepNotTraceable: it is no array.
+        StepNotTraceable: the leaf is no array and no number.
     """
     if isinstance(leaf, jax.Ref):
         raise StepNotTraceable(
@@ -522,7 +514,7 @@ def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
     if isinstance(leaf, bool | int | float | complex):
         dtype = jax.dtypes.canonicalize_dtype(jax.dtypes.result_type(leaf))
-        # A bool has no other type to take.
+        # Bools are not weakly typed.
         return jax.ShapeDtypeStruct((), dtype, weak_type=not isinstance(leaf, bool))
     kind = getattr(leaf, "dtype", type(leaf).__name__)
     way_out = "name the argument in static_argnums or static_argnames"

@@ -20,7 +20,7 @@ from cfp.models import find
 from cfp.printable import parse_bytes
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.runner import execute
-from cfp.solution import Candidate
+from cfp.search.guided import Candidate
 from cfp.targets import model_target
 from cfp_test.bench.case import make_choice
 from cfp_test.bench.clock import QUICK_TURN, turn_on

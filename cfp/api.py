@@ -1,8 +1,8 @@
 """The public functions `plan` and `plan_fastest`, and the passes that they run.
 
-analyze   step + mesh             -> Analyzed     :mod:`cfp.passes.analyze`
-measure   Analyzed                -> Profiles     :mod:`cfp.passes.profile`
-search    Profiles                -> Solution     :mod:`cfp.passes.search`
+analyze   step + mesh             -> Analyzed     :mod:`cfp.passes`
+measure   Analyzed                -> Profiles     :mod:`cfp.passes`
+search    Profiles                -> Solution     :mod:`cfp.passes`
 race      Solution                -> RaceOutcome  :mod:`cfp.race.race`
 complete  Analyzed + RaceOutcome  -> FoundPlan    :mod:`cfp.complete`
 
@@ -26,16 +26,22 @@ from cfp.complete import FoundPlan, complete_plan, wrong_kernels
 from cfp.context import DetailedSettings, PlanContext, PlannerSettings, dimensions_of
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, warn
-from cfp.passes.analyze import Analyzed, Pins, PlanOptions
-from cfp.passes.profile import profile
-from cfp.passes.search import preset_solution, search, search_further
+from cfp.passes import (
+    Analyzed,
+    Pins,
+    PlanOptions,
+    preset_solution,
+    profile,
+    search,
+    search_further,
+)
 from cfp.plan.plan import Plan
 from cfp.platform import all_meshes
 from cfp.program.calling import check_keywords
 from cfp.program.jaxprs import unchecked
 from cfp.race.race import race
+from cfp.search.guided import Solution
 from cfp.settings import Dimension
-from cfp.solution import Solution
 from cfp.variants import Fastest, Variant, find_fastest
 from cfp.view.words import few
 

@@ -9,14 +9,14 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.context import PlanContext
 from cfp.errors import CfpError, MemoryBudgetError
-from cfp.passes.analyze import Analyzed
+from cfp.passes import Analyzed
 from cfp.plan.describe import compose_plan
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
 from cfp.race.admission import no_winner
 from cfp.race.programs import RaceOutcome, kernels_not_timed
+from cfp.search.guided import Candidate
 from cfp.search.requests import UNMEASURED_STRATEGIES
-from cfp.solution import Candidate
 from cfp.view.evidence import with_figures
 from cfp.view.words import RESERVE_BYTES
 

@@ -27,8 +27,7 @@ from cfp.context import DetailedSettings, device_memory
 from cfp.cost.memory import host_bytes
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MemoryBudgetError, ProcessError
-from cfp.passes.analyze import Analyzed, PlanOptions, analyze_step
-from cfp.passes.profile import estimate
+from cfp.passes import Analyzed, PlanOptions, analyze_step, estimate
 from cfp.plan.parts import UNPLANNED, VARIANTS_SECONDS, VariantFigures
 from cfp.plan.plan import Plan
 from cfp.printable import format_bytes, parse_bytes
@@ -46,8 +45,8 @@ from cfp.race.admission import least_short
 from cfp.race.programs import RaceProgram, RaceResult, programs_of, race_row
 from cfp.race.race import Race
 from cfp.race.turns import race_programs
+from cfp.search.guided import Estimate, Solution
 from cfp.settings import ESTIMATES_SHARE, HOST_BYTES_PER_MS, Dimension, defaults_of
-from cfp.solution import Estimate, Solution
 from cfp.view.console import shown
 
 now = time.monotonic

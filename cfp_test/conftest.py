@@ -166,10 +166,10 @@ def analyzed_once():
     For modules whose tests plan one step again and again, and change nothing that
     tracing or analysing goes by.
     """
-    from cfp.passes import analyze
+    from cfp import passes
     from cfp.program.calling import given_bytes
 
-    analyze_anew, known = analyze.analyze_step, []
+    analyze_anew, known = passes.analyze_step, []
 
     def analyze_once(step, mesh, pins=None):
         given = tuple(

@@ -9,9 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_test.handwritten.tables import Table
 from cfp.models import build, logical_names
-from cfp.models.layers import RESIDUAL, Axes, Rules, mesh_spec, sharded_by
+from cfp.models.layers import RESIDUAL, Axes, Rules, TrainState, mesh_spec, sharded_by
 from cfp.models.model import Scalar
-from cfp.models.train import TrainState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_stru
 
 from cfp.analysis.layout import lay_out
 from cfp.errors import CfpError, StepNotTraceable
-from cfp.passes.analyze import analyze_step
+from cfp.passes import analyze_step
 from cfp.plan.execute import CompiledStep, LoweredStep, load_or_lower
 from cfp.plan.plan import Plan
 from cfp.presets.presets import presets

@@ -39,7 +39,7 @@ from cfp.race.programs import (
 )
 from cfp.race.race import Race
 from cfp.race.turns import race_programs
-from cfp.solution import Candidate, Solution
+from cfp.search.guided import Candidate, Solution
 from cfp.view.words import OTHER_DEVICES, VERIFIED, WAS_DESCRIBED, basis_text
 
 

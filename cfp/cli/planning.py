@@ -42,8 +42,8 @@ from cfp.devices.described import (
     mesh_of,
 )
 from cfp.errors import CfpError
-from cfp.passes.profile import profile as profile_segments
-from cfp.passes.search import search as search_choices
+from cfp.passes import profile as profile_segments
+from cfp.passes import search as search_choices
 from cfp.printable import mesh_text, parse_bytes
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.record import environment_parts, other_kind

@@ -16,7 +16,7 @@ from cfp.cli.options import leave_printing_to_process_0
 from cfp.devices.joining import is_follower
 from cfp.errors import CfpError
 from cfp.models import MODELS
-from cfp.passes.analyze import Analyzed, Pins, analyze_step
+from cfp.passes import Analyzed, Pins, analyze_step
 from cfp.plan.parts import check_arguments, check_donated
 from cfp.plan.plan import Plan
 from cfp.program.step import typed_as_returned

@@ -18,11 +18,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from cfp.errors import CfpError
-from cfp.models.layers import TOKENS
+from cfp.models.layers import TOKENS, Batch, TrainState, TrainStep, make_train_step
 from cfp.models.model import Config, Model, Scalar
-from cfp.models.moe import MOE
-from cfp.models.train import Batch, TrainState, TrainStep, make_train_step
-from cfp.models.transformers import BERT, GPT, LLAMA
+from cfp.models.transformers import BERT, GPT, LLAMA, MOE
 
 __all__ = ["MODELS", "Model", "build", "find", "initialise", "logical_names"]
 

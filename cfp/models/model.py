@@ -24,8 +24,7 @@ from pydantic import (
 )
 
 from cfp.fields import first_error
-from cfp.models.layers import Params, inside
-from cfp.models.train import Batch, random_text
+from cfp.models.layers import Batch, Params, inside, random_text
 
 Scalar = int | float | str | bool | None
 

@@ -58,9 +58,9 @@ from cfp.program.partitioned import call_of
 from cfp.program.read import outline_of
 from cfp.program.trace import host_calls
 from cfp.race.programs import RaceOutcome, programs_of
+from cfp.search.guided import prediction_of
 from cfp.search.requests import constraints_of
 from cfp.search.solver import Problem
-from cfp.solution import prediction_of
 
 _FUNCTION = re.compile(r"jit\((\w+)\)")
 _WORTH_NAMING = 0.01  # Share of the bytes of all ops' results.

@@ -64,6 +64,7 @@ from cfp.race.programs import (
     with_options,
 )
 from cfp.search.choices import whole_choice
+from cfp.search.guided import Candidate
 from cfp.search.solver import Problem, leanest
 from cfp.settings import (
     COMPILED_TO_PREDICTED,
@@ -74,7 +75,6 @@ from cfp.settings import (
     NO_LATENCY_HIDING,
     ConstraintLevel,
 )
-from cfp.solution import Candidate
 
 
 def may_fit(memory: MemoryBudget, size: CompiledBytes) -> bool:

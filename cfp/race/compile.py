@@ -49,6 +49,7 @@ from cfp.race.programs import (
     is_compiled_too_large,
     programs_of,
 )
+from cfp.search.guided import Candidate, prediction_of
 from cfp.search.solver import Problem
 from cfp.settings import (
     STAY_AFTER_LOOK,
@@ -58,7 +59,6 @@ from cfp.settings import (
     ConstraintLevel,
     defaults_of,
 )
-from cfp.solution import Candidate, prediction_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

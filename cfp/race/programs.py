@@ -28,10 +28,10 @@ from cfp.profiling.record import (
 )
 from cfp.program.graph import Program
 from cfp.search.choices import picks_of, whole_choice
+from cfp.search.guided import Candidate, Solution
 from cfp.search.requests import whole_job
 from cfp.search.solver import Problem, leanest, solve
 from cfp.settings import ConstraintLevel, PlatformDefaults
-from cfp.solution import Candidate, Solution
 
 
 def level_name(name: str, level: ConstraintLevel) -> str:

@@ -1,7 +1,7 @@
 """The race: compiles and times candidates, whole programs; the fastest is the plan.
 
-Candidates are presets (from :mod:`cfp.passes.profile`) and the best choices by each
-prediction (from :mod:`cfp.passes.search`). The order of the race:
+Candidates are presets and the best choices by each prediction, both from
+:mod:`cfp.passes`. The order of the race:
 
 candidates  named, at constraint levels             :mod:`cfp.race.programs`
 remembered  compiled before and known to fit        :mod:`cfp.race.compile`
@@ -62,8 +62,8 @@ from cfp.race.programs import (
     with_options,
 )
 from cfp.race.turns import Ranking, race_programs, second_race, time_flags
+from cfp.search.guided import RACE_SECONDS, Candidate, Solution, Stage, prediction_of
 from cfp.settings import MOST_RACED, ConstraintLevel
-from cfp.solution import RACE_SECONDS, Candidate, Solution, Stage, prediction_of
 
 # A key of its own, so that this race cannot change the leaders of the first.
 SECOND: Parts = (("race", "with other compiler options"),)

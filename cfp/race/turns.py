@@ -32,6 +32,7 @@ from cfp.race.compile import (
     results_of,
 )
 from cfp.race.programs import RaceProgram, RaceResult, fits, variants
+from cfp.search.guided import Candidate
 from cfp.settings import (
     ALIKE,
     STAY_AFTER_LOOK,
@@ -39,7 +40,6 @@ from cfp.settings import (
     ConstraintLevel,
     PlatformDefaults,
 )
-from cfp.solution import Candidate
 
 
 def flag_values(

@@ -30,9 +30,9 @@ from cfp.plan.plan import Plan
 from cfp.presets.presets import named_choices, plainest, presets
 from cfp.printable import distinct_ends, merged_name, span_text
 from cfp.search.choices import picks_of
+from cfp.search.guided import Candidate
 from cfp.search.solver import Option, Problem, solve
 from cfp.settings import ALL_DIMENSIONS, Dimension, Replacing
-from cfp.solution import Candidate
 from cfp.view.words import NONE_CAN, REMATERIALIZED, kernels_text
 
 

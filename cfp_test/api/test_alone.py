@@ -7,7 +7,7 @@ import pytest
 import cfp
 from cfp.context import DetailedSettings, _rules
 from cfp.models import build
-from cfp.passes.analyze import analyze_step
+from cfp.passes import analyze_step
 from cfp.presets.presets import PRESETS, PROPAGATED, named_choices
 from cfp.program.step import flatten_step
 from cfp.search.requests import constraints_of

@@ -13,9 +13,7 @@ from cfp.analysis.layout import Storage
 from cfp.context import PlannerSettings, dimensions_of, open_context
 from cfp.errors import CfpError
 from cfp.models import build
-from cfp.passes.analyze import analyze_step
-from cfp.passes.profile import profile
-from cfp.passes.search import search
+from cfp.passes import analyze_step, profile, search
 from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.settings import Dimension, defaults_of

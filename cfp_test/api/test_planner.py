@@ -11,7 +11,7 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
 from cfp.context import DetailedSettings, PlannerSettings, open_context
 from cfp.errors import CfpError
-from cfp.passes.search import preset_solution
+from cfp.passes import preset_solution
 from cfp.plan.describe import compose_plan
 from cfp.profiling.builder import build
 from cfp.program.step import flatten_step
@@ -20,8 +20,8 @@ from cfp.race import compile as building
 from cfp.race.admission import exempt_from_reach, within_reach
 from cfp.race.programs import TOO_LATE
 from cfp.race.race import race
+from cfp.search.guided import Candidate
 from cfp.settings import ConstraintLevel, defaults_of
-from cfp.solution import Candidate
 from cfp.view.remarks import remarks
 from cfp_test.program.stacks import stack_step
 from cfp_test.support.covering import at_night

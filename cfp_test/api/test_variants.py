@@ -20,7 +20,7 @@ from cfp.errors import (
 from cfp.platform import mesh_shapes
 from cfp.printable import format_bytes
 from cfp.race import turns as racing
-from cfp.solution import Estimate
+from cfp.search.guided import Estimate
 
 pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
 

@@ -11,9 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cfp.models.layers import mlp, rms_norm
+from cfp.models.layers import cross_entropy, mlp, rms_norm
 from cfp.models.model import Config
-from cfp.models.train import cross_entropy
 from cfp.models.transformers import LLAMA, ROTARY_BASE
 
 # (layer, q, k, v) -> output, and what else there is to be seen of it, by name.

@@ -15,7 +15,7 @@ import cfp
 from cfp.analysis.layout import Choice, Storage, lay_out
 from cfp.analysis.strategies import AxisChoice
 from cfp.context import open_context
-from cfp.passes.analyze import analyze_step
+from cfp.passes import analyze_step
 from cfp.plan.describe import compose_plan
 from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
@@ -24,7 +24,7 @@ from cfp.program.partitioned import call_of
 from cfp.program.step import flatten_step
 from cfp.program.widen import widen
 from cfp.race.race import race
-from cfp.solution import Candidate, Solution
+from cfp.search.guided import Candidate, Solution
 from cfp_test.attention.called import cudnn_on_cpus
 from cfp_test.programs.common import normal
 from cfp_test.support.checking import make_mesh

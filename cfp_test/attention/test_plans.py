@@ -17,7 +17,7 @@ from cfp.attention.problem import AttentionProblem
 from cfp.checking.check import Check, both_sides
 from cfp.checking.verify import verify
 from cfp.context import DetailedSettings, open_context
-from cfp.passes.analyze import analyze_step
+from cfp.passes import analyze_step
 from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step

@@ -21,7 +21,7 @@ from cfp.profiling.hlo import collectives_in, miscompile_reason
 from cfp.profiling.inputs import InputKind
 from cfp.profiling.record import ProfileKey
 from cfp.race.programs import RaceOutcome
-from cfp.solution import Candidate, Solution
+from cfp.search.guided import Candidate, Solution
 from cfp.targets import model_target
 
 

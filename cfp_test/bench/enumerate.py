@@ -42,8 +42,8 @@ from cfp.plan.describe import block_moves
 from cfp.presets.presets import PRESETS, presets
 from cfp.profiling.builder import BuildEnvironment, reason_of
 from cfp.profiling.runner import execute
+from cfp.search.guided import Candidate
 from cfp.settings import ConstraintLevel
-from cfp.solution import Candidate
 from cfp.targets import model_target
 from cfp_test.bench.case import Ready, make_choice
 from cfp_test.bench.clock import QUICK_TURN, traced, turn_on

@@ -54,8 +54,7 @@ from cfp.errors import MemoryBudgetError
 from cfp.models import initialise
 from cfp.models.layers import attending_by
 from cfp.models.model import Scalar
-from cfp.passes.profile import profile
-from cfp.passes.search import search
+from cfp.passes import profile, search
 from cfp.presets.presets import DATA_PARALLEL, presets
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.record import environment_parts
@@ -64,9 +63,9 @@ from cfp.program.constrain import partition_spec
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import TOO_LARGE, RaceOutcome
 from cfp.race.race import race
+from cfp.search.guided import Candidate, Solution
 from cfp.search.requests import Profiles
 from cfp.settings import ConstraintLevel
-from cfp.solution import Candidate, Solution
 from cfp.view.evidence import worth
 from cfp_test.bench.case import Flat, Ready, make_choice, ready, session_of
 from cfp_test.bench.commit import commit

@@ -17,9 +17,8 @@ from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.choices import estimate_kinds
-from cfp.search.guided import build_problem, estimate_options
+from cfp.search.guided import build_problem, estimate_options, prediction_of
 from cfp.settings import Replacing, defaults_of
-from cfp.solution import prediction_of
 from cfp_test.cost import recurrent
 from cfp_test.support.checking import make_mesh
 

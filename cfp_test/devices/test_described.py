@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import cfp
 from cfp.devices.described import cluster_of, description_of, kind, kinds
 from cfp.errors import CfpError
-from cfp.passes.analyze import outer_axes
+from cfp.passes import outer_axes
 from cfp.profiling.collectives import Rates, sent_share
 
 _WANTED = ("a100", "h100", "h200", "b200", "l40s", "v5e", "v5p", "v6e")

@@ -14,7 +14,7 @@ import pytest
 import cfp
 from cfp.devices.joining import Membership
 from cfp.errors import ProcessError
-from cfp.passes.analyze import PlanOptions
+from cfp.passes import PlanOptions
 from cfp.profiling.coordination import check_alike
 from cfp.variants import facts_of
 from cfp_test.distributed.hosts_of_several import ROWS, WIDTH, numbers, train_step

@@ -58,15 +58,15 @@ def _plant_mask(put: Set) -> None:
 
 
 def _plant_budget(put: Set) -> None:
-    from cfp.passes import analyze
+    from cfp import passes
 
-    parse = analyze.parse_bytes
+    parse = passes.parse_bytes
 
     def parse_more(given: Any) -> int | None:
         found = parse(given)
         return None if found is None else found + GIGABYTE
 
-    put(analyze, "parse_bytes", parse_more)
+    put(passes, "parse_bytes", parse_more)
 
 
 def _plant_store(put: Set) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from cfp.models import MODELS, build, find, initialise
-from cfp.models.moe import BALANCE_WEIGHT
-from cfp.models.train import cross_entropy
+from cfp.models.layers import cross_entropy
+from cfp.models.transformers import BALANCE_WEIGHT
 from cfp_test.models.tiny import (
     GPT_TINY,
     TINY,

@@ -10,7 +10,7 @@ import pytest
 from cfp.models import build, find
 from cfp.models.layers import mlp
 from cfp.models.model import Config
-from cfp.models.moe import BALANCE_WEIGHT, expert_layer, route_top2
+from cfp.models.transformers import BALANCE_WEIGHT, expert_layer, route_top2
 from cfp_test.models.tiny import (
     MOE_TINY,
     attention_params,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cfp.models import MODELS, build, initialise
-from cfp.models.train import cross_entropy
+from cfp.models.layers import cross_entropy
 from cfp_test.models.tiny import (
     TINY,
     apply_of,

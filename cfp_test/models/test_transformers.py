@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 
 from cfp.models import build
-from cfp.models.layers import HEADS, KV_HEADS, attention, layer_norm, mlp, rms_norm
-from cfp.models.train import cross_entropy
+from cfp.models.layers import (
+    HEADS,
+    KV_HEADS,
+    attention,
+    cross_entropy,
+    layer_norm,
+    mlp,
+    rms_norm,
+)
 from cfp.models.transformers import (
     MASKED_SHARE,
     encoder_layer,

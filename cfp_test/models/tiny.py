@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cfp.models import build, find, initialise
-from cfp.models.train import TrainState
+from cfp.models.layers import TrainState
 
 GPT_TINY = {
     "layers": 2,

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 import cfp
 from cfp.api import run_passes
-from cfp.passes.analyze import PlanOptions, analyze_step
+from cfp.passes import PlanOptions, analyze_step
 from cfp.presets.presets import named_choices, propagated
 from cfp.program.step import flatten_step
 from cfp_test.programs.registry import PROGRAMS

@@ -7,19 +7,25 @@ from typing import Any
 import pytest
 
 from cfp.cost.costs import Costs
-from cfp.passes.search import _smallest, search_as_compiled
+from cfp.passes import _smallest, search_as_compiled
 from cfp.presets.presets import presets
 from cfp.profiling.record import CompiledBytes
 from cfp.race.programs import less_memory
 from cfp.search.choices import picks_of, whole_choice
-from cfp.search.guided import build_problem, estimate_options
+from cfp.search.guided import (
+    Candidate,
+    Prediction,
+    Solution,
+    build_problem,
+    estimate_options,
+    prediction_of,
+)
 from cfp.search.solver import scale_memory, solve
 from cfp.settings import (
     ALL_DIMENSIONS,
     ConstraintLevel,
     Replacing,
 )
-from cfp.solution import Candidate, Prediction, Solution, prediction_of
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.made_up import estimated, rates_of
 
@@ -79,7 +85,7 @@ def test_a_search_as_compiled_finds_the_fastest_that_fits_then(
         named={one.name: one.choice for one in large},
     )
     monkeypatch.setattr(
-        "cfp.passes.search.compiled_before",
+        "cfp.passes.compiled_before",
         lambda _, programs: {
             one.candidate.key: needed(one.candidate) for one in programs
         },
@@ -118,7 +124,7 @@ def test_the_last_resort_is_named_like_no_candidate(found, monkeypatch):
     names = ["planned", less_memory(1), less_memory(2)]
     solution = Solution([Candidate(n, choice) for n in names], problem=problem)
     monkeypatch.setattr(
-        "cfp.passes.search.compiled_before",
+        "cfp.passes.compiled_before",
         lambda _, programs: {
             programs[0].candidate.key: CompiledBytes(temp_bytes=best.memory_bytes)
         },

@@ -32,7 +32,7 @@ from cfp.cluster.doctor import shows_nvidia
 from cfp.context import PlannerSettings, open_context
 from cfp.errors import CfpError
 from cfp.models import find
-from cfp.passes.profile import profile
+from cfp.passes import profile
 from cfp.printable import parse_bytes
 from cfp.profiling.store import store_path
 from cfp.search.requests import MeasurementRequest

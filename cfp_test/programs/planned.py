@@ -21,7 +21,7 @@ from cfp.analysis.strategies import NONE
 from cfp.api import run_passes
 from cfp.checking.check import ROUNDING_MARGIN, nudge
 from cfp.context import DetailedSettings
-from cfp.passes.analyze import PlanOptions, analyze_step
+from cfp.passes import PlanOptions, analyze_step
 from cfp.plan.parts import Detail, roles_text
 from cfp.presets.presets import presets
 from cfp.program.step import FlatStep, flatten_step

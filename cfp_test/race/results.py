@@ -4,7 +4,7 @@ from typing import Any
 
 from cfp.profiling.record import ProfileRecord
 from cfp.race.programs import RaceProgram, RaceResult
-from cfp.solution import Candidate
+from cfp.search.guided import Candidate
 
 
 def result_of(

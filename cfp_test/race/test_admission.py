@@ -13,8 +13,8 @@ from cfp.context import MemoryBudget
 from cfp.profiling.record import MEMORY_SHARE, CompiledBytes
 from cfp.race.admission import compile_until_enough_fit
 from cfp.race.programs import LIMITED_ONCE, MANY_REFUSED, TOO_FAR, TOO_LARGE, TOO_LATE
+from cfp.search.guided import Candidate
 from cfp.settings import MOST_REFUSED, ConstraintLevel, defaults_of
-from cfp.solution import Candidate
 
 REACH = defaults_of("gpu").reach
 BUDGET = 100

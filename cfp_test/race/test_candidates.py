@@ -25,10 +25,10 @@ from cfp.race.compile import (
     known_to_fit,
 )
 from cfp.race.programs import LESS_MEMORY, rematerialized, with_options
+from cfp.search.guided import Candidate
 from cfp.search.requests import whole_job
 from cfp.search.solver import Option, Problem, scale_memory
 from cfp.settings import LIMITED_MEMORY, ConstraintLevel, Replacing, defaults_of
-from cfp.solution import Candidate
 from cfp_test.cli.cli_runner import ROOT
 from cfp_test.program.stacks import stack_step
 

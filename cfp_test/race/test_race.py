@@ -12,8 +12,8 @@ from cfp.race import compile as building
 from cfp.race.admission import limit_options
 from cfp.race.programs import with_options
 from cfp.race.turns import second_race
+from cfp.search.guided import Candidate
 from cfp.settings import MOST_RACED, ConstraintLevel, defaults_of
-from cfp.solution import Candidate
 from cfp_test.race.deep import arguments, step
 from cfp_test.race.results import result_of
 

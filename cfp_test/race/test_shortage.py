@@ -18,9 +18,9 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.admission import RESERVE, RESULTS, no_winner
 from cfp.race.programs import RaceResult
+from cfp.search.guided import Candidate
 from cfp.search.requests import whole_job
 from cfp.settings import defaults_of
-from cfp.solution import Candidate
 from cfp_test.program.stacks import stack_step
 from cfp_test.race.results import result_of
 

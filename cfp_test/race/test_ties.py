@@ -5,8 +5,8 @@ import pytest
 from cfp.analysis.layout import Choice
 from cfp.profiling.record import ProfileRecord
 from cfp.race.turns import Ranking
+from cfp.search.guided import Candidate
 from cfp.settings import ConstraintLevel
-from cfp.solution import Candidate
 from cfp_test.race.results import result_of
 
 

@@ -19,8 +19,8 @@ from cfp.race import turns as room
 from cfp.race.compile import Builder, compile_programs
 from cfp.race.programs import RaceProgram
 from cfp.race.turns import race_programs
+from cfp.search.guided import Candidate
 from cfp.settings import defaults_of
-from cfp.solution import Candidate
 from cfp_test.support.at_work import alone, at_work
 
 pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")

@@ -20,7 +20,7 @@ from cfp.analysis.layout import lay_out
 from cfp.api import run_passes
 from cfp.context import DetailedSettings
 from cfp.errors import CfpError, MemoryBudgetError
-from cfp.passes.analyze import Analyzed, PlanOptions, analyze_step
+from cfp.passes import Analyzed, PlanOptions, analyze_step
 from cfp.plan.execute import CompiledStep, load_or_lower
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.hlo import compile_right

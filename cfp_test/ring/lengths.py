@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 import cfp
 from cfp.attention.ring import zigzag_order
 from cfp.models import find
+from cfp.models.layers import random_text
 from cfp.models.model import Config
-from cfp.models.train import random_text
 from cfp.profiling.builder import is_out_of_memory, reason_of
 from cfp_test.attention import decoder
 from cfp_test.ring import checkpoint

@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 import cfp
 from cfp.models import find
+from cfp.models.layers import random_text
 from cfp.models.model import Config
-from cfp.models.train import random_text
 from cfp.profiling.builder import reason_of
 from cfp.profiling.hlo import collectives_in
 from cfp_test.attention.decoder import init_params, loss, taps

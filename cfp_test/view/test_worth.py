@@ -9,12 +9,10 @@ import cfp
 from cfp.analysis.layout import Storage
 from cfp.context import PlannerSettings, open_context
 from cfp.models import build
-from cfp.passes.analyze import analyze_step
-from cfp.passes.profile import profile
-from cfp.passes.search import search
+from cfp.passes import analyze_step, profile, search
 from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
-from cfp.solution import Candidate
+from cfp.search.guided import Candidate
 from cfp.view.evidence import worth
 from cfp_test.models.tiny import TINY
 

@@ -1,19 +1,32 @@
-"""The search pass: the fastest choice that fits in memory, by the profiles."""
+"""The passes that analyze a step, profile its segments, and search for a plan.
+
+Analyze traces a step and analyzes it on a mesh. It reads types of the arguments, and
+values of scalars and small masks (:mod:`cfp.program.step`). Profile selects strategies
+of each segment (a run of blocks that repeats), and measures or estimates them. Search
+finds the fastest choice that fits in memory.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from math import inf
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf, prod
+from pathlib import Path
 from statistics import median
+from typing import Any
 
-from cfp.analysis.analyze import Analysis
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cfp.analysis.analyze import Analysis, analyze, resolve_pins
 from cfp.analysis.layout import Choice, Storage
-from cfp.context import PlanContext
-from cfp.cost.costs import Costs
+from cfp.context import PlanContext, PlannerSettings, open_context
+from cfp.cost.costs import Costs, SegmentEstimate
+from cfp.devices.described import DescribedMesh, slice_of
 from cfp.errors import OptionError, known_names
-from cfp.passes.profile import profile
 from cfp.presets.presets import (
     ALIASES,
     DATA_PARALLEL,
@@ -25,8 +38,13 @@ from cfp.presets.presets import (
     preset,
     presets,
 )
-from cfp.printable import mesh_text
-from cfp.profiling.collectives import Rates, known_rates
+from cfp.printable import mesh_text, parse_bytes
+from cfp.profiling.collectives import Rates, known_rates, measure_rates
+from cfp.profiling.jobs import Measurer
+from cfp.profiling.record import environment_parts
+from cfp.program.graph import PARTITIONED
+from cfp.program.step import FlatStep, flatten_step
+from cfp.program.trace import Lowering, planning_mesh, trace
 from cfp.race.admission import over_budget
 from cfp.race.compile import compiled_before
 from cfp.race.programs import (
@@ -42,12 +60,301 @@ from cfp.race.programs import (
     rematerialized,
     with_kernels,
 )
-from cfp.search.choices import estimate_kinds, whole_choice
-from cfp.search.guided import build_problem, estimate_options, expect
-from cfp.search.requests import Profiles, measured_options
-from cfp.search.solver import Problem, scale_memory, solve
-from cfp.settings import COMPILED_TO_PREDICTED, Dimension
-from cfp.solution import RACE_SECONDS, Candidate, Solution, Stage, prediction_of
+from cfp.search.choices import (
+    estimate_among,
+    estimate_kinds,
+    leading_presets,
+    preset_times,
+    whole_choice,
+)
+from cfp.search.guided import (
+    RACE_SECONDS,
+    Candidate,
+    Estimate,
+    Solution,
+    Stage,
+    build_problem,
+    estimate_options,
+    expect,
+    measure_candidates,
+    prediction_of,
+)
+from cfp.search.requests import (
+    UNMEASURED_STRATEGIES,
+    Profiles,
+    RequestBuilder,
+    measured_options,
+)
+from cfp.search.solver import Problem, leanest, scale_memory, solve
+from cfp.settings import COMPILED_TO_PREDICTED, MEASURED_SHARE, Dimension
+
+Pins = Mapping[str, PartitionSpec | NamedSharding | str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of :func:`cfp.plan` that all variants of a step share."""
+
+    static_argnums: int | Sequence[int] = ()
+    static_argnames: str | Sequence[str] = ()
+    donate_argnums: int | Sequence[int] = ()
+    donate_argnames: str | Sequence[str] = ()
+    memory_budget: int | str | None = None
+    pins: Pins | None = None
+    preset: str | None = None
+    cache_dir: str | Path | None = None
+    settings: PlannerSettings = field(default_factory=PlannerSettings)
+
+    @property
+    def of_arguments(self) -> dict[str, Any]:
+        """The options that name static and donated arguments."""
+        return {name: value for name, value in vars(self).items() if "_arg" in name}
+
+    def flatten(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> FlatStep:
+        """Returns the step over its argument leaves."""
+        precision = self.settings.precision
+        return flatten_step(fn, args, kwargs, **self.of_arguments, precision=precision)
+
+    def context(
+        self, mesh: Mesh | DescribedMesh
+    ) -> AbstractContextManager[PlanContext]:
+        """Opens the context of all passes on a mesh."""
+        budget = parse_bytes(self.memory_budget)
+        return open_context(mesh, self.cache_dir, budget, self.settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Analyzed:
+    """A step, traced and analysed.
+
+    Attributes:
+        step: the step over flat arguments.
+        mesh: the devices, real or described.
+        analysis: the step's blocks and segments (repeated runs of blocks).
+        seconds: time of tracing and analysing, and of making the profiles.
+        profiles: estimated profiles that replace the profile pass; None without.
+    """
+
+    step: FlatStep
+    mesh: Mesh | DescribedMesh
+    lowering: Lowering
+    analysis: Analysis
+    seconds: float
+    profiles: Profiles | None = None
+
+
+def analyze_step(
+    step: FlatStep, mesh: Mesh | DescribedMesh, pins: Pins | None = None
+) -> Analyzed:
+    """Traces and analyses a step; meshes of equally many devices share a trace.
+
+    Raises:
+        CfpError: the step cannot be traced, or the pins do not fit.
+    """
+    started = time.perf_counter()
+    axes = tuple(mesh.shape.items())
+    where = mesh.abstract if isinstance(mesh, DescribedMesh) else planning_mesh(mesh)
+    devices = type(where), prod(mesh.shape.values())
+    if devices in step.programs:
+        program, lowering = step.programs[devices]
+    else:
+        program, lowering = trace(step, where)
+        calls = (op.manual or PARTITIONED.search(op.attributes) for op in program.ops)
+        if not any(calls):
+            step.programs[devices] = program, lowering  # No op depends on the mesh.
+    pinned = resolve_pins(pins or {}, program, axes)
+    analysis = analyze(program, axes, pinned, outer_axes(mesh))
+    return Analyzed(
+        step=step,
+        mesh=mesh,
+        lowering=lowering,
+        analysis=analysis,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def outer_axes(mesh: Mesh | DescribedMesh) -> frozenset[str]:
+    """Returns the mesh axes that cross hosts; only the first of a TPU slice."""
+    if isinstance(mesh, DescribedMesh):
+        return mesh.outer
+    devices = [*mesh.devices.flat]
+    known = dict(environment_parts(devices)).get("hosts", "0")  # Of several processes.
+    hosts = np.resize(known.split(","), mesh.devices.shape)
+    names = enumerate(mesh.axis_names)
+    found = [n for i, n in names if (hosts != hosts.take([0], i)).any()]
+    return frozenset(found[:1] if slice_of(devices) else found)
+
+
+def profile(
+    context: PlanContext,
+    analysis: Analysis,
+    all_presets: bool = False,
+    races: bool = True,
+) -> Profiles:
+    """Measures or estimates strategies of every kind of segment (a run of blocks).
+
+    Args:
+        all_presets: True also measures presets that are slow by estimate.
+        races: True leaves a share of the time budget for a race.
+    """
+    started = time.perf_counter()
+    if context.rules.estimates:
+        return _estimated(context, analysis, started)
+    end = context.end
+    if races and context.races:  # The race has the rest of the time.
+        now = time.monotonic()
+        end = now + MEASURED_SHARE * (end - now)
+    rates = measured_rates(context)
+    measurer = Measurer(
+        analysis.frame.program,
+        context.devices,
+        context.store,
+        context.settings.measure is not False,
+        context.measure,
+        end,
+    )
+    found = _measured(context, analysis, rates, measurer, all_presets)
+    jobs = {item.own_job.key.digest for item in found.requests}
+    done, cached = [*map(found.records.get, jobs)], len(jobs & {*measurer.known})
+    counts = {
+        "strategies_measured": sum(record is not None for record in done) - cached,
+        "strategies_cached": cached,
+        "strategies_failed": sum(r is not None and not r.ok for r in done),
+        "profile_seconds": time.perf_counter() - started,
+    }
+    late = sum(one.outcome(found.records) is None for one in found.requests)
+    if measurer.has_end and late:
+        counts[UNMEASURED_STRATEGIES] = late
+    return replace(found, counts=counts)
+
+
+def _measured(
+    context: PlanContext,
+    analysis: Analysis,
+    rates: Rates,
+    measurer: Measurer,
+    all_presets: bool,
+) -> Profiles:
+    """Measures strategies until no unmeasured preset may be faster or leaner."""
+    settings, rules = context.settings, context.rules
+    estimates, every = estimate_among(analysis, rates, settings.dimensions)
+    costs = Costs(analysis, rates, Dimension.REMAT in settings.dimensions)
+    if memory := context.memory:
+        least = costs.least_peak_bytes
+        able = {n: c for n, c in every.items() if least(c) <= memory.budget_bytes}
+        every = able or every
+    # If memory is short, leaner presets are measured though they are slow. If a
+    # strategy fails, or nothing fits once compiled, all presets are.
+    near = leading_presets(analysis, estimates, every, rules.estimate_reach)
+    leaner = _with_leaner(analysis, estimates, costs, every, near)
+    # True if the estimated fastest segments of presets exceed the memory.
+    tight = estimate_options(
+        estimates,
+        every,
+        costs,
+        per_kind=0,
+        budget_bytes=context.budget_bytes,
+        replacing=rules.replacing,
+    ).memory_bound
+    first = leaner if memory and tight else near
+    maker = RequestBuilder(
+        costs=costs,
+        presets=every if all_presets else first,
+        estimates=estimates,
+        environment=context.environment,
+        in_context=settings.in_context,
+        replacing=rules.replacing_for_memory if tight else rules.replacing,
+    )
+    explored = partial(
+        measure_candidates,
+        per_kind=settings.per_kind,
+        others=settings.others,
+        budget_bytes=context.budget_bytes,
+        measurer=measurer,
+    )
+    found = explored(maker)
+    while True:
+        failed = any(not record.ok for record in found.records.values())
+        wider = every if failed else leaner if found.memory_bound else {}
+        if not wider.keys() - found.presets.keys():
+            break
+        more = explored(replace(maker, presets=wider))
+        # Without time left, the wider set is measured less than the first presets.
+        if found.memory_bound and measurer.is_over and not more.memory_bound:
+            break
+        found = more
+    return replace(found, has_all_presets=found.presets == every)
+
+
+def _with_leaner(
+    analysis: Analysis,
+    estimates: Sequence[SegmentEstimate],
+    costs: Costs,
+    presets: Mapping[str, Choice],
+    near: Mapping[str, Choice],
+) -> dict[str, Choice]:
+    """Returns near presets, and others that need less memory than all faster ones."""
+    times_ms = preset_times(analysis, estimates, presets)
+    needs = {name: costs.least_peak_bytes(one) for name, one in presets.items()}
+    least = min((needs[name] for name in near), default=0)
+    found = dict(near)
+    for name in sorted(presets, key=times_ms.__getitem__):
+        if name not in near and needs[name] < least:
+            least, found[name] = needs[name], presets[name]
+    return found
+
+
+def measured_rates(context: PlanContext) -> Rates:
+    """Returns the devices' rates, from the store or measured now."""
+    return measure_rates(context.devices, context.store, context.measure)
+
+
+def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
+    """Estimates the step time of the best choice, without running the program."""
+    started = time.perf_counter()
+    profiles = _estimated(context, analysis, started)
+    problem = profiles.problem
+    assert problem is not None, "estimates decide"
+    best = solve(problem)
+    return Estimate(
+        time_ms=(best or leanest(problem)).cost_ms,
+        fits=best is not None,
+        profiles=profiles if context.rules.estimates else None,
+    )
+
+
+def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Profiles:
+    """Estimates all strategies; only rates of real devices are measured."""
+    context.measure.tell("estimating what each strategy takes")
+    if isinstance(context.mesh, DescribedMesh):
+        rates = context.mesh.rates
+    elif context.rules.estimates:
+        rates = Rates.of_virtual_devices(context.devices)
+    else:
+        rates = measured_rates(context)
+    rules = context.rules
+    estimates, named = estimate_among(analysis, rates, context.settings.dimensions)
+    may = Dimension.REMAT in context.settings.dimensions
+    costs = Costs(analysis, rates, may, measured=False)
+
+    found = estimate_options(
+        estimates,
+        named,
+        costs,
+        per_kind=context.settings.per_kind,
+        budget_bytes=context.budget_bytes,
+        replacing=rules.replacing,
+        for_memory=rules.replacing_for_memory,
+    )
+    problem = found.problem
+    assert problem is not None, "estimates decide"
+    counts = {
+        "strategies_estimated": sum(map(len, problem.options)),
+        "estimate_seconds": time.perf_counter() - started,
+    }
+    return replace(found, counts=counts)
 
 
 def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solution:

@@ -1,1 +1,0 @@
-"""The passes analyze, profile and search. The race is in `cfp.race`."""

@@ -1,31 +1,29 @@
-"""Reads compiled programs' HLO text: collectives, and values that are read too late.
+"""Reads compiled programs' HLO text: collectives, and reads of overwritten values.
 
-The text is what `jax.stages.Compiled.as_text` gives. Its grammar has no written
-promise; read are the forms that XLA's compilers print:
+The text is from `jax.stages.Compiled.as_text`. Its grammar is not specified; this
+module reads the forms that XLA's compilers print:
 
     %gemm = (f32[8,8]{1,0}, s8[64]{0}) custom-call(%a, %b, %c), custom_call_target="..."
     %a = f32[64]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
     %b = (f32[8]{0}, f32[32]{0}) all-gather-start(%y), replica_groups=[1,4]<=[4], ...
     %c = f32[8]{0} reduce-scatter(%z), replica_groups=mesh['x'=4,'y'=2] {'x'}, ...
 
-`collectives_in` lists what one run sends. TPUs' texts repeat a collective that runs
-beside fusions in each of these, and have scatters in an all-reduce.
+`collectives_in` lists the collectives of one run. In TPUs' texts, a collective that
+runs beside fusions is repeated in each fusion, and reduce-scatters are all-reduces.
 
-`compile_right` compiles a program, and refuses one that reads what it has overwritten.
-XLA's GPU compiler decides what is computed in place, and inserts the copies that this
-takes, before it rematerializes. What it then rematerializes reads its operands later
-than before, and nothing looks for copies once more. Seen with jaxlib 0.11.2: a matrix
-product that is added to the residual stream in place, and behind it a layer norm,
-rematerialized, of the residual stream as it was:
+`compile_right` compiles a program, and rejects reads of overwritten values. XLA's GPU
+compiler chooses in-place ops, and inserts the necessary copies, before it
+rematerializes. Rematerialized ops read their operands later, and XLA does not check for
+copies again. Seen with jaxlib 0.11.2: a matrix product is added to the residual stream
+in place, and then a rematerialized layer norm reads the residual stream before it:
 
     %y = f32[8,4] custom-call(%a, %b, %x), output_to_operand_aliasing={{}: (2, {})}
     %z = f32[8,4] fusion(%x), ...                 # %x is %y by now
 
-Such a program computes something else than it says. Modules are printed in the order in
-which they run. A program in which something was rematerialized is used only if its text
-proves that this did not happen. A text that cannot be read counts as no proof: the
-program is compiled again without rematerialization, which needs more memory, and is
-right by the way it was made.
+Such a program computes wrong results. Modules are printed in the order in which they
+run. A program with rematerialized ops is used only if its text proves that no op reads
+an overwritten value. Otherwise, also if the text cannot be read, the program is
+compiled again without rematerialization, which needs more memory.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ _CALLING = (
     "called_computations",
 )
 _CALLED = re.compile(rf"\b({'|'.join(_CALLING)})=(\{{[^}}]*\}}|%?[\w.-]+)")
-# What sends, and what calls.
+# Words of instructions that are collectives, or call computations.
 _COUNTED = (*KINDS, *(f"{name}=" for name in _CALLING))
 _DEVICES = re.compile(r"\b(?:replica_count|num_partitions)=(\d+)")
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
@@ -82,17 +80,14 @@ _PAIRS = re.compile(r"source_target_pairs=\{([\d,{}\s]*)\}")
 def collectives_in(hlo_text: str) -> tuple[Collective, ...]:
     """Lists the collectives that one run of a program executes.
 
-    Collectives in a loop count as often as the compiler knows the loop to run, or once.
-    All branches of a conditional count, though only one runs.
+    Collectives in a loop count once for each iteration, or once if XLA does not know
+    the number. All branches of a conditional count, though only one runs.
 
     Args:
       hlo_text: one or several modules, or lines of a computation.
 
     Returns:
-      Collectives of one kind, size and group together, largest first. `bytes` is the
-      larger
-      side's size on one device: the result of an all-gather, the operand of a
-      reduce-scatter.
+      One `Collective` for each kind, size and group size, the most bytes first.
     """
     total: Counter[_Sent] = Counter()
     for module in modules_in(_lines_that_count(hlo_text)):
@@ -116,10 +111,10 @@ def collectives_in(hlo_text: str) -> tuple[Collective, ...]:
 
 
 def _lines_that_count(hlo_text: str) -> str:
-    """A text without the instructions that neither send nor call anything.
+    """Drops instructions that are no collectives and call no computation.
 
-    Most are inside of fusions. Reading all of a whole step takes half a second of
-    Python, for which every other thread that compiles has to wait.
+    Most are inside of fusions. Parsing all of a whole step takes half a second of
+    Python, for which all threads that compile would wait.
     """
     return "\n".join(
         line
@@ -129,7 +124,7 @@ def _lines_that_count(hlo_text: str) -> str:
 
 
 def _sent_by(one: Instruction, devices: int) -> _Sent | None:
-    """Kind, bytes and group size of the collective that an instruction starts."""
+    """Returns (kind, bytes, group size) of a collective; None for other ops."""
     kind, started, _ = one.opcode.partition("-start")
     if kind not in KINDS:
         return None
@@ -138,7 +133,7 @@ def _sent_by(one: Instruction, devices: int) -> _Sent | None:
 
 
 def called_by(one: Instruction, *by: str) -> Iterator[str]:
-    """Names of the computations that an instruction calls, by some attributes."""
+    """Yields names of computations that an instruction calls, in attributes `by`."""
     for attribute, names in _CALLED.findall(one.attributes):
         if not by or attribute in by:
             for name in names.strip("{}").split(","):
@@ -153,7 +148,7 @@ def _runs(module: Module) -> Counter[str]:
         name, times = waiting.pop()
         found[name] += times
         for one in module.computations[name]:
-            # An asynchronous collective may name its own twin.
+            # Asynchronous collectives call computations with the same collective.
             if one.opcode.partition("-start")[0] not in KINDS:
                 waiting += [
                     (called, times * one.trips)
@@ -165,8 +160,8 @@ def _runs(module: Module) -> Counter[str]:
 
 def _largest_side(kind: str, shape: str, started: bool, group: int) -> int:
     parts = elements(shape)
-    # An asynchronous start gives (operands, results, the backend's own); only an
-    # all-reduce of its own opcode gives its results alone.
+    # The shape of a start is (operands, results, backend's data), except all-reduce-
+    # start's: results only.
     wrapped = len(parts) > 1 and (kind != "all-reduce" or parts[0].startswith("("))
     if started and wrapped:
         return max(shape_bytes(parts[0]), shape_bytes(parts[1]))
@@ -175,7 +170,7 @@ def _largest_side(kind: str, shape: str, started: bool, group: int) -> int:
 
 
 def shape_bytes(shape: str) -> int:
-    """Bytes of a shape, of all parts if it is a tuple's."""
+    """Returns the bytes of a shape, or of all elements of a tuple's shape."""
     total = 0
     for element, dims in _ARRAY.findall(shape):
         sizes = [int(dim.strip(" <=")) for dim in dims.split(",") if dim.strip()]
@@ -194,13 +189,13 @@ def _element_bits(element: str) -> int:
 
 
 def _group_size(kind: str, text: str, devices: int) -> int:
-    """Counts the devices in one group, of the largest if they differ."""
+    """Returns the number of devices in the largest group of a collective."""
     if kind == "collective-permute":
         pairs = _PAIRS.search(text)
         return _largest_ring(pairs[1]) if pairs else devices
     if mesh := _MESH_GROUPS.search(text):
         sizes = {name: int(size) for name, size, _ in _MESH_AXIS.findall(mesh[1])}
-        # A part of an axis states its own size: 'x':(2)4.
+        # Part of an axis has its own size: 'x':(2)4.
         return prod(
             int(part) if part else sizes[name]
             for name, _, part in _MESH_AXIS.findall(mesh[2])
@@ -215,7 +210,7 @@ def _group_size(kind: str, text: str, devices: int) -> int:
 
 
 def _largest_ring(pairs: str) -> int:
-    """Size of the largest ring, or row, of devices that send to each other."""
+    """Returns the size of the largest ring, or chain, of (source, target) pairs."""
     target, largest = dict(re.findall(r"(\d+)\s*,\s*(\d+)", pairs)), 1
     for first in target:
         size, device = 1, target[first]
@@ -232,23 +227,23 @@ _OPCODE = re.compile(r"\s*([\w-]+)\(")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _COMMENT = re.compile(r"/\*.*?\*/")
 _NAME = re.compile(r"%([\w.-]+)")
-# What follows in a constant that takes several lines.
+# Further lines of a constant.
 _CONSTANT = re.compile(r"(?:[\s\d{}(),.+-]|e|inf|nan|true|false)*")
 _TRIPS = re.compile(r"known_trip_count\W+n\W+(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """A line of a computation.
+    """One instruction of a computation.
 
     Attributes:
-        name: unique in its module.
-        shape: of its result, as text.
-        attributes: text behind the operands, without quoted parts.
+        name: unique name in the module.
+        shape: text of the result's shape.
+        attributes: text after the operands, without quoted parts.
         root: True for the computation's result.
-        trips: number of a loop's iterations, if the compiler knows it; or 1.
-        number: number of a parameter.
-        config: the backend's configuration as JSON; may be empty.
+        trips: number of a loop's iterations if XLA knows it; otherwise 1.
+        number: number of a parameter; None for other instructions.
+        config: JSON of the backend's configuration; may be empty.
     """
 
     name: str
@@ -268,9 +263,9 @@ class Module:
 
     Attributes:
         header: its first line.
-        entry: the name of the computation that it starts with.
-        computations: their instructions, in the order in which they are printed.
-        unread: lines of computations that were not understood, or stand in none.
+        entry: name of the entry computation.
+        computations: ``{name: instructions in printed order}``.
+        unread: lines that could not be read, or that are outside of computations.
     """
 
     header: str = ""
@@ -280,7 +275,7 @@ class Module:
 
 
 def modules_in(hlo_text: str) -> Iterator[Module]:
-    """The modules of a text, or one of lines that stand in no computation."""
+    """Yields the modules of a text; lines without a module become one without name."""
     for text in re.split(r"^(?=HloModule )", hlo_text, flags=re.MULTILINE):
         module = Module(computations={"": []})
         current, inside = module.computations[""], False
@@ -288,7 +283,7 @@ def modules_in(hlo_text: str) -> Iterator[Module]:
             if line.startswith("HloModule "):
                 module.header = line
             elif line[:1] not in ("", " ", "}"):
-                # Others are of tables: of source files, and of stack frames.
+                # Other lines are tables of source files and stack frames.
                 header = _HEADER.match(line)
                 if header is not None:
                     current, inside = (
@@ -332,7 +327,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def elements(shape: str) -> list[str]:
-    """The elements of a tuple's shape; the shape itself if it is an array's."""
+    """Splits a tuple's shape into its elements; an array's shape is one element."""
     if not shape.startswith("("):
         return [shape]
     text = shape[1 : _outside(shape, _CLOSING, 1)]
@@ -347,7 +342,7 @@ _CLOSING = ")]}"
 
 
 def _outside(text: str, wanted: str, start: int = 0) -> int:
-    """Finds the first of some letters outside of brackets, or the end of the text."""
+    """Returns the place of the first wanted letter outside of brackets, or the end."""
     depth = 0
     for place in range(start, len(text)):
         letter = text[place]
@@ -360,14 +355,14 @@ def _outside(text: str, wanted: str, start: int = 0) -> int:
     return len(text)
 
 
-# A value of an instruction: its name, and where in its result if that is a tuple.
+# A value: an instruction's name, and the path inside of its result if that is a tuple.
 _Path = tuple[int, ...]
 _Value = tuple[str, _Path]
 
 _SAME_MEMORY = ("bitcast", "optimization-barrier", "opt-barrier")
 _PARTS = (*_SAME_MEMORY, "get-tuple-element")
 _READS_NOTHING = (*_PARTS, "tuple", "parameter", "constant")
-# Ops that write into an operand: which one.
+# Ops that write into an operand, with the operand's position.
 _IN_PLACE = {"dynamic-update-slice": 0, "scatter": 0, "ragged-all-to-all": 1}
 
 _ALIASING = re.compile(r"output_to_operand_aliasing=\{(.*?\))\s*\}")
@@ -385,13 +380,15 @@ _SCHEDULED = "is_scheduled=true"
 def compile_right(
     lowered: jax.stages.Lowered, options: Mapping[str, Any]
 ) -> tuple[jax.stages.Compiled, str]:
-    """Compiles a program so that it computes what it says; returns it with its text.
+    """Compiles a program, and checks that no op reads an overwritten value.
 
-    Where that cannot be proved with XLA's rematerialization, it is compiled without,
-    and needs more memory.
+    If the text does not prove this, compiles again without XLA's rematerialization.
+
+    Returns:
+        The compiled program and its HLO text.
 
     Raises:
-        CfpError: it is wrong nevertheless.
+        CfpError: also the second program reads an overwritten value.
     """
     compiled = lowered.compile(compiler_options=dict(options) or None)
     text = compiled.as_text() or ""
@@ -402,18 +399,18 @@ def compile_right(
     text = compiled.as_text() or ""
     if has_rematerialized(text) and (found := miscompile_reason(text)):
         raise CfpError(
-            "XLA compiled a program that computes something else than it should: "
-            f"{found}. Install another version of jaxlib, or plan with more memory."
+            f"XLA compiled a program that may compute wrong results: {found}. "
+            "Install another version of jaxlib, or plan with more memory."
         )
     return compiled, text
 
 
 def miscompile_reason(hlo_text: str) -> str | None:
-    """Returns the reason why a compiled program may be wrong; None if it is right."""
+    """Returns the reason why a program may read overwritten values; None if not."""
     if not hlo_text.strip():
         return "it has no text"
     if not has_rematerialized(hlo_text):
-        return None  # As the compiler means it to be.
+        return None  # XLA has inserted the copies.
     modules = [
         m for m in modules_in(hlo_text) if m.header or any(m.computations.values())
     ]
@@ -423,12 +420,12 @@ def miscompile_reason(hlo_text: str) -> str | None:
         reasons = chain(map(_unreadable, modules), map(_read_too_late, modules))
         return next(filter(None, reasons), None)
     except (AssertionError, LookupError, RecursionError, ValueError) as error:
-        # The text has a form that is not known here.
+        # A form of the text that this module does not know.
         return f"its text cannot be followed ({type(error).__name__}: {error})"
 
 
 def has_rematerialized(hlo_text: str) -> bool:
-    """Returns True if the compiler rematerializes something, by its names."""
+    """Returns True if a text has rematerialized instructions, by their names."""
     return ".remat" in hlo_text
 
 
@@ -448,7 +445,7 @@ def _unreadable(module: Module) -> str | None:
 
 
 def _read_too_late(module: Module) -> str | None:
-    """Describes the first value that is read after it was overwritten, or None."""
+    """Describes the first read of an overwritten value in a module; None without."""
     program = _Program(module)
     here = (name for name in module.computations if name not in program.inlined)
     found = (program.computation(name).first_late() for name in here)
@@ -456,7 +453,7 @@ def _read_too_late(module: Module) -> str | None:
 
 
 class _Program:
-    """A module's computations: `inlined` have no memory, `bodies` are of loops."""
+    """A module's computations; `inlined` names those in fusions, `bodies` of loops."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
@@ -468,7 +465,7 @@ class _Program:
         self.unchanged = cache(self._unchanged)
 
     def _unchanged(self, loop: Instruction) -> frozenset[int]:
-        """Returns elements of a loop's state that its body passes on unchanged."""
+        """Returns indices of a loop's state that its body passes on unchanged."""
         body = next(map(self.computation, called_by(loop, "body")), None)
         return frozenset(
             i
@@ -479,7 +476,7 @@ class _Program:
 
 
 class _Computation:
-    """Owners of buffers, by instruction."""
+    """Values of a computation's buffers, and the instructions that overwrite them."""
 
     def __init__(self, program: _Program, name: str) -> None:
         instructions = program.module.computations.get(name, [])
@@ -496,7 +493,7 @@ class _Computation:
         }
 
     def value(self, of: str, path: _Path = ()) -> _Value:
-        """Finds the source of a result: the same memory, without a write since."""
+        """Returns the value that first had a result's memory, without a write since."""
         at: _Value = of, path
         if at not in self._values:
             source = self._source(*at)
@@ -504,11 +501,11 @@ class _Computation:
         return self._values[at]
 
     def first_late(self) -> str | None:
-        """The first value that is read too late, in words."""
+        """Describes the first read of an overwritten value; None without one."""
         overwritten = {**self.overwritten}
         for value, old in self._tied():
             new = value
-            while new in self._before:  # It is written where another value has been.
+            while new in self._before:  # Written in another value's memory.
                 new = self._before[new]
             if new != old and self._here[new[0]].opcode != "parameter":
                 self._overwrite(overwritten, old, new[0])
@@ -533,7 +530,7 @@ class _Computation:
 
     @cached_property
     def overwritten(self) -> dict[_Value, tuple[int, str]]:
-        """Buffers that may be read no longer, with their overwrites."""
+        """Overwritten values: ``{value: (place, name) of the first overwrite}``."""
         found: dict[_Value, tuple[int, str]] = {}
         for one in self._instructions:
             for out, operand, inner in self._written(one):
@@ -544,7 +541,7 @@ class _Computation:
         return found
 
     def spoilt(self) -> Iterator[tuple[int, _Path]]:
-        """Parameters that are overwritten here, and the part of each."""
+        """Yields (number, path) of parameters that this computation overwrites."""
         for of, path in self.overwritten:
             if (number := self._here[of].number) is not None:
                 yield number, path
@@ -564,7 +561,7 @@ class _Computation:
         return None
 
     def _all(self, of: str) -> Iterator[_Value]:
-        """Returns all known values of a result, one by one."""
+        """Yields the values of a result, one for each element of a tuple."""
         one = self._here[of]
         if one.opcode == "tuple":
             for operand in one.operands:
@@ -579,7 +576,7 @@ class _Computation:
         overwritten[old] = min(this, overwritten.get(old, this))
 
     def _tied(self) -> Iterator[tuple[_Value, _Value]]:
-        """(result, argument) that are one memory from the beginning."""
+        """Yields (result, argument) with one memory: donated, or a loop's state."""
         if self.root is None:
             return
         if self._name == self._program.module.entry:
@@ -592,15 +589,15 @@ class _Computation:
                 yield self.value(self.root, path), (self.parameters[0], path)
 
     def _written(self, one: Instruction) -> Iterator[tuple[_Path | None, int, _Path]]:
-        """(part of the result, operand, part of it) that are one memory.
+        """Yields (path in the result, operand, path in it) that have one memory.
 
-        The part of the result is None where it is not known.
+        The path in the result is None if unknown.
         """
         opcode = one.opcode.removesuffix("-start")
         within = (1,) if opcode != one.opcode else ()
         yield from _pairs(_ALIASING, one.attributes)
         if opcode in _IN_PLACE:
-            # A scatter may be one of several arrays, with as many updates.
+            # A scatter may have n arrays and n updates.
             several = len(one.operands) // 2 if opcode == "scatter" else 1
             for i in range(several):
                 path = (i,) if several > 1 else ()
@@ -634,9 +631,9 @@ def _is_call(one: Instruction) -> bool:
 
 
 def _written_by_fusion(body: list[Instruction]) -> Iterator[tuple[_Path, int]]:
-    """(part of the result, operand) that are one memory.
+    """Yields (path in the result, operand) of a fusion that have one memory.
 
-    Others in the fusion may read the operand, too: its kernel reads before it writes.
+    Other ops in the fusion may read the operand: its kernel reads before it writes.
     """
     here = {one.name: one for one in body}
     root = next((one for one in body if one.root), None)

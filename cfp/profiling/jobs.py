@@ -1,22 +1,22 @@
-"""Measures jobs: the store answers known ones, the others are built and run.
+"""Measures jobs: known records come from the store, other jobs are built and run.
 
-Building, running and storing are separate. Threads build jobs in batches. Jobs run one
-at a time in the given order, as a compile beside a run slows it (docs/decisions.md,
-"Building does not overlap running").
+Threads build jobs in batches. After each batch, its jobs run one at a time in the given
+order: a compile beside a run would slow it (docs/decisions.md, "Building does not
+overlap running").
 
-Each build and run is noted in the store first, so that a process that dies leaves a
-record (`cfp.profiling.tasks`). Processes that measure the same for one store take
-turns, for a minute at most, and take over what the others have measured.
+Each build and run is noted in the store before it begins, so that a process that dies
+leaves a trace (`cfp.profiling.tasks`). If another process measures jobs for the same
+store, this one waits for a minute at most, and uses the other's records.
 
-Before many programs are built side by side, the compiler tunes their kernels. A
-compiler for GPUs times several kernels for each matrix product, and stores the outcome.
-Programs that share products would repeat this work, on one device at the same time
-(docs/decisions.md, "Kernels are tuned before segments are built side by side"). Kernels
-are timed on the first device of a mesh. So as many programs as devices are built at
-once, each for the mesh in another order. These are the first programs of each set of
-kernels (`Job.kernels`), not those of presets alone: on 2 H200, 28 programs of an
+Before many programs are built side by side, their kernels are tuned. XLA's GPU compiler
+times several kernels for each matrix product, and stores the outcome. Programs that
+share products would repeat this work, on one device at the same time
+(docs/decisions.md, "Kernels are tuned before segments are built side by side"). XLA
+times kernels on the first device of a mesh. So as many programs as devices are built at
+once, each for the mesh with another device first. These are the first programs of each
+set of kernels (`Job.kernels`), not only those of presets. On 2 H200, 28 programs of an
 encoder took 35 s after 15 s of tuning. Five programs with other kernels, such as
-attention as written, took 9 to 18 s each, as one device tuned them.
+attention without kernels, took 9 to 18 s each, as one device tuned them.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import InFlight, MeasureOptions, Phase, Progress, Task, settle
 from cfp.program.graph import Program
 
-# At the end of each batch of builds fewer and fewer threads have something to do: on 2
-# H200, with 12 of them, the last two of 26 programs took 5 s after a batch of 24. So
-# batches are of one size, at most this.
+# Largest number of builds in a batch, for each thread. Batches have equal sizes, as
+# threads are idle at the end of each: on 2 H200 with 12 threads, the last two of 26
+# programs took 5 s after a batch of 24.
 _BUILT_BY_EACH_THREAD = 4
 _LOOK_AGAIN_SECONDS = 0.2
-_PATIENCE_SECONDS = 60.0  # With another process, which may hang.
-_TELL_SECONDS = 5.0  # While a build is awaited.
+_PATIENCE_SECONDS = 60.0  # Longest wait for another process, which may hang.
+_TELL_SECONDS = 5.0  # Between reports of a wait for a build.
 
 
 AnyTask = TypeVar("AnyTask", bound=Task)
@@ -70,12 +70,12 @@ Outcome = Built | ProfileRecord
 
 @dataclass(slots=True)
 class Measurer:
-    """Looks jobs up, and measures those that the store does not know.
+    """Looks jobs up in the store, and measures the others.
 
     Attributes:
-        measure: True if devices may be used.
-        end: time (`time.monotonic`) after which no job begins.
-        known: keys of records from the store, without failures to try again.
+        measure: True to measure; False only looks up.
+        end: deadline (`time.monotonic`), after which no job begins.
+        known: keys of records that were in the store before.
     """
 
     program: Program
@@ -90,16 +90,16 @@ class Measurer:
 
     @property
     def has_end(self) -> bool:
-        """True if time may be over before all is measured."""
+        """True if there is a deadline."""
         return math.isfinite(self.end)
 
     @property
     def is_over(self) -> bool:
-        """True if time is over."""
+        """True after the deadline."""
         return time.monotonic() > self.end
 
     def look_up(self, jobs: Iterable[Job]) -> dict[str, ProfileRecord]:
-        """Records of the store, by key, but for failures that are tried again."""
+        """Returns the store's records by key, except failures to try again."""
         known = self.store.get_many({job.key.digest for job in jobs})
         retries = self.options.retries if self.measure else lambda _: False
         found = {d: one for d, one in known.items() if not retries(one)}
@@ -109,8 +109,11 @@ class Measurer:
     def __call__(
         self, jobs: Sequence[Job], ignore_end: bool = False
     ) -> Mapping[str, ProfileRecord]:
-        """Returns records by key; unknown jobs that may not be measured are absent."""
-        # By how processes died before, something may be in the store by now.
+        """Returns records by key; jobs that may not be measured, or late, are absent.
+
+        `ignore_end` ignores the deadline.
+        """
+        # May add failures of processes that died.
         settle(self.store)
         known = self.look_up(jobs)
         if not self.measure:
@@ -140,10 +143,10 @@ def tune_kernels(
 ) -> dict[str, Built]:
     """Builds jobs, one on each device, so that the compiler tunes their kernels.
 
-    No job runs, and none is stored. Nothing is built if the compiler tunes no kernels.
+    No job runs, and none is stored. Does nothing on platforms without tuning.
 
     Returns:
-      Programs built for the mesh itself, by key, for later use.
+      ``{key: program}`` of those built for the mesh's own order of devices.
     """
     options = options or MeasureOptions()
     environment = BuildEnvironment.beside(store.path)
@@ -160,7 +163,7 @@ def tune_kernels(
     def learn(job: Job) -> None:
         order = orders.get()
         try:
-            # What cannot be built is found out, and recorded, where it is needed.
+            # Failures repeat, and are recorded, in the usual build.
             outcome = build(program, order, job, environment)
         finally:
             orders.put(order)
@@ -180,11 +183,11 @@ def tune_kernels(
 def first_of_kernels(
     jobs: Iterable[Job], tuned: Collection[Hashable] = ()
 ) -> list[Job]:
-    """Returns the first of the jobs that share kernels, in the order to tune them in.
+    """Returns the first job of each `Job.kernels`, in the order to tune them.
 
-    The largest come first, so that devices end together, and of equal ones those that
-    share most with others: attention as it is written adds to the kernels that the same
-    has with a kernel for it. Those of `tuned` the compiler has tried out.
+    Jobs with keys in `tuned` are left out. The largest come first, so that devices end
+    at the same time; of equal ones, those with replaced kernels: their other kernels
+    are part of the same job's without them.
     """
     found: dict[Hashable, Job] = {}
     for job in jobs:
@@ -207,21 +210,21 @@ def run_jobs(
     is_late: Callable[[], bool] = lambda: False,
     open_links: Callable[[Any, Built], object] | None = None,
 ) -> dict[str, ProfileRecord]:
-    """Measures the jobs that the store does not know.
+    """Measures the jobs that have no record in the store.
 
     Every record is stored at once, so that an interrupt (`KeyboardInterrupt`) loses
     only the current measurement.
 
     Args:
-      jobs: jobs to measure. Of jobs with one key the first counts.
+      jobs: jobs to measure; of jobs with one key the first counts.
       program: name of the jobs' program, for messages.
-      is_late: True if time is over, so that no other job begins; unmeasured jobs have
-        no record.
+      is_late: True after the deadline: no further job begins.
       open_links: called with the first built job, in its thread, during other builds:
         the first run on devices may take seconds to begin.
 
     Returns:
-      Records by key, in the order of the jobs, failures included.
+      ``{key: record}`` in the order of the jobs, failures included. Jobs that the
+      deadline left unmeasured are absent.
 
     Raises:
       CfpError: the devices do not answer after a crash.
@@ -245,15 +248,15 @@ def build_all(
     tell: Callable[[AnyTask, int, int, float], object],
     is_late: Callable[[], bool] = lambda: False,
 ) -> dict[str, Outcome]:
-    """Builds jobs side by side, and one at a time if a process may have died of one.
+    """Builds jobs side by side; one at a time if one may have killed a process.
 
     Args:
-      tell: called when a job is awaited, and now and then during the wait, with the
-        job, its number, the number of unfinished builds, and the seconds so far.
-      is_late: asked before each job; a late job has no outcome.
+      tell: called when a job is awaited, and every few seconds during the wait, with
+        the job, its number, the number of unfinished builds, and the seconds so far.
+      is_late: called before each build; after True there is no outcome.
 
     Returns:
-      Outcomes by key.
+      ``{key: outcome}``.
     """
 
     def built(job: AnyTask) -> Outcome | None:
@@ -281,7 +284,7 @@ def build_all(
 
 
 def _batch(threads: int, jobs: int) -> int:
-    """Returns the number of programs that are built before they run."""
+    """Returns the number of programs in a batch of builds."""
     if threads == 1:
         return 1
     batches = math.ceil(jobs / (_BUILT_BY_EACH_THREAD * threads))
@@ -304,9 +307,9 @@ class _Run:
     started: float = field(default_factory=time.perf_counter)
 
     def measure(self) -> None:
-        """Looks jobs up, then builds batches, and runs each before the next is built.
+        """Builds and runs unknown jobs, batch by batch.
 
-        Meanwhile another process may measure some.
+        Before each batch, looks for records that another process made meanwhile.
         """
         waiting = self._unknown([*self.jobs.values()])
         self.tell("", "look up")
@@ -339,11 +342,11 @@ class _Run:
                 for job in batch:
                     if self.is_late():
                         return
-                    # No name here: what was built goes when its turn is over.
+                    # Without a name here, the program is freed after its turn.
                     self._take_turn(job, built.pop(job.key.digest))
 
     def _unknown(self, jobs: Sequence[Task]) -> list[Task]:
-        """Answers what the store knows, but for failures that are tried again."""
+        """Takes records from the store, except failures to retry; returns the rest."""
         known = self.store.get_many([job.key.digest for job in jobs])
         found = {d: one for d, one in known.items() if not self.options.retries(one)}
         self.records |= found
@@ -372,11 +375,11 @@ class _Run:
         self.best_ms = min(self.best_ms, outcome.time_ms)
         self.tell(job.label, "done")
         if outcome.status == "crashed":
-            # If nothing runs any more every further record would be a lie.
+            # If the devices stopped working, further records would be false.
             self.place.check(outcome)
 
     def _keep(self, record: ProfileRecord) -> None:
-        # A newer failure takes the place of the older one that was tried again.
+        # A newer failure replaces the older one that was tried again.
         kept = self.store.get(record.key) if self.options.retry_failures else None
         self.store.put(record, replace=kept is not None and not kept.ok)
 

@@ -1,18 +1,18 @@
 """Records of measurements, and the keys that they are stored under.
 
-`ProfileRecord` is the outcome of one measurement. A failure is a record like any other,
-so that a search never repeats a compile that is known to run out of memory.
+`ProfileRecord` is the outcome of one measurement. Failures have records, too, so that
+no search repeats a compile that is known to run out of memory.
 
-`ProfileKey` lists what a measurement depends on, as named parts. Their digest is the
-key in the store; the names are kept beside it, so that records of another machine can
-be told: "jax_version: 0.10.2 there, 0.11.2 here". Links, power limits and the driver of
-GPUs are parts, too, by ``nvidia-smi``: two GPUs over NVLink and two over PCIe are of
-one kind, and no time of a collective is the same.
+`ProfileKey` names everything on which a measurement depends, as parts. Their digest is
+the key in the store. The parts are stored with the record, to name differences of
+another machine: "jax_version: 0.10.2 there, 0.11.2 here". GPUs' links, power limits and
+driver are parts, from ``nvidia-smi``: JAX has one device kind for GPUs with NVLink and
+with PCIe, but times of their collectives differ.
 
-A record from elsewhere, or a plan, may hold any option of XLA. Some options write files
-(``xla_dump_to``), load them, or change results (``xla_gpu_enable_fast_min_max``). So a
-file may only name options that are known to change the schedule or the memory of a
-program, with a value of the option's type (`refused_option`).
+Plans, and records from other machines, may contain any XLA option. Some options write
+files (``xla_dump_to``), load them, or change results (``xla_gpu_enable_fast_min_max``).
+So a file may only have options that are known to change no more than a program's
+schedule or memory, with a value of the option's type (`refused_option`).
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Collective:
     """Collectives of one kind, size and group that a compiled program contains.
 
     Attributes:
-      kind: as in HLO: "all-reduce", "all-gather", "reduce-scatter", ...
+      kind: HLO's name: "all-reduce", "all-gather", "reduce-scatter", ...
       bytes: size on one device of the operand or the result, whichever is larger.
-      group_size: how many devices are in a group.
-      count: how often it is executed in one run.
+      group_size: number of devices in a group.
+      count: number of executions in one run.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class Collective:
 
 
 def utc_now() -> str:
-    """This moment as an ISO 8601 string in UTC; as text such strings sort by time."""
+    """Returns this moment as an ISO 8601 string in UTC; such strings sort by time."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
@@ -81,12 +81,12 @@ Moment = Annotated[str, AfterValidator(_in_utc)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledBytes:
-    """Memory that a program needs on one device: compiled, or by prediction.
+    """Memory of a program on one device: compiled, or by prediction.
 
     Attributes:
-      alias_bytes: of results that live in a donated argument's memory.
-      temp_bytes: the largest need for temporaries.
-      code_bytes: of the generated code.
+      alias_bytes: bytes of results in a donated argument's memory.
+      temp_bytes: peak of temporaries.
+      code_bytes: size of the generated code.
     """
 
     argument_bytes: Count = 0
@@ -97,13 +97,13 @@ class CompiledBytes:
 
     @property
     def size(self) -> CompiledBytes:
-        """The memory alone, of a class that adds to it."""
+        """The memory fields alone, without those of a subclass."""
         names = (one.name for one in dataclasses.fields(CompiledBytes))
         return CompiledBytes(**{name: getattr(self, name) for name in names})
 
     @property
     def peak_bytes(self) -> int:
-        """Everything together: arguments, results, temporaries, code."""
+        """Sum of arguments, results, temporaries and code; aliases count once."""
         return (
             self.argument_bytes
             + self.output_bytes
@@ -115,25 +115,25 @@ class CompiledBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRecord(CompiledBytes):
-    """One thing that was built and run, or the reason why it could not be.
+    """Outcome of one measurement: times and memory of a program, or its failure.
 
     Attributes:
-      key: digest of `parts`, see `cfp.profiling.record.ProfileKey`.
-      parts: the named parts of the key, in order.
+      key: digest of `parts` (`ProfileKey.digest`).
+      parts: (name, value) parts of the key, in order.
       status: "ok" means built, run and timed.
-      reason: for a failure, what the compiler or the runtime said.
-      samples_ms: milliseconds per execution, every sample in the order taken. None is
-        altered later; docs/planning-rules.md lists all places that correct them.
-      drift: how many times as long steps took at the end of the race that the samples
-        are of; see `cfp.race.turns`.
-      build_seconds: tracing, lowering and compiling.
-      run_seconds: all of running, warm-up included.
-      collectives: what the compiled program sends.
-      choice: of a whole program what was chosen for it; see `cfp.race.compile`.
-      created: ISO 8601, UTC.
+      reason: error of the compiler or the runtime; "" for "ok".
+      samples_ms: milliseconds per execution, in the order taken; never changed later.
+        docs/planning-rules.md lists the corrections that readers make.
+      drift: factor on the samples, if devices became slower in the race after them; see
+        `cfp.race.turns`.
+      build_seconds: time of tracing, lowering and compiling.
+      run_seconds: time of all runs, warm-up included.
+      collectives: collectives of one run.
+      choice: JSON of a whole program's choice (`cfp.race.compile`); "" for segments.
+      created: time of the record, ISO 8601 in UTC.
 
     Raises:
-      ValueError: it is "ok", and has no samples.
+      ValueError: the status is "ok", and `samples_ms` is empty.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
@@ -160,17 +160,17 @@ class ProfileRecord(CompiledBytes):
 
     @property
     def time_ms(self) -> float:
-        """The median sample, times `drift`; infinite for a failure: none is picked."""
+        """Median of the samples times `drift`, ms; infinity for a failure."""
         return self.drift * statistics.median(self.samples_ms) if self.ok else math.inf
 
     def to_json(self) -> str:
-        """The record on one line; equal records give equal strings."""
+        """Returns the record as one line; equal records give equal strings."""
         found = dataclasses.asdict(self)
         return json.dumps(found, allow_nan=False, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ProfileRecord:
-        """Reads what `to_json` wrote; all else is a ValueError."""
+        """Reads the text of `to_json`; raises ValueError for any other text."""
         try:
             return _reader().validate_json(text)
         except ValidationError as error:
@@ -187,13 +187,13 @@ def _reader() -> TypeAdapter[ProfileRecord]:
 
 Parts = tuple[tuple[str, str], ...]
 
-# Another one where cfp itself measures or builds otherwise than before.
+# Changes if cfp measures or builds differently than before.
 MEASURE_VERSION = "3"
 
 GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 
-# Flags that change what is written, cached or seen, but not what a program costs
-# (the number of devices is a part of its own).
+# Flags for dumps, caches and the number of devices, which has its own part: they do not
+# change a program's cost.
 _IRRELEVANT_XLA_FLAGS = re.compile(
     r"--xla_(dump_.*|force_host_platform_device_count|gpu_cuda_data_dir"
     r"|gpu_dump_.*|gpu_per_fusion_autotune_cache_dir|gpu_kernel_cache_file"
@@ -205,14 +205,14 @@ _ALLOCATOR_VARIABLES = (
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_PREALLOCATE",
 )
-# CUDA's and its libraries', that choose kernels, or how many queues there are.
+# Variables of CUDA and its libraries that select kernels, or the number of queues.
 _CUDA_VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_LAUNCH_BLOCKING",
     "NVIDIA_TF32_OVERRIDE",
 )
-_PRNG_IMPL = "jax_default_prng_impl"  # Has a part of its own.
-# Of a host, and so not the same for all processes of a program.
+_PRNG_IMPL = "jax_default_prng_impl"  # Has its own part of the key.
+# Parts of a host, which may differ between processes of a program.
 _OF_A_HOST = frozenset(
     ("allocator", "driver", "host", "links", "nccl", "power_limit", "processor")
 )
@@ -220,7 +220,10 @@ _OF_A_HOST = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """An ordered list of (name, value) parts: the measured program, then the place."""
+    """Key of a record: (name, value) parts of the program, then of its environment.
+
+    Raises ValueError if a name is repeated.
+    """
 
     parts: Parts
 
@@ -238,10 +241,10 @@ class ProfileKey:
 
 
 def environment_parts(devices: Sequence[Any]) -> Parts:
-    """The parts of a key that say where something was measured.
+    """Returns the parts of a key for the environment: devices, versions, settings.
 
     Args:
-      devices: `jax.Device`s: all devices of the mesh, of every process.
+      devices: `jax.Device`s of the mesh, in its order, of all processes.
     """
     platform_name = devices[0].platform
     parts = {
@@ -249,7 +252,7 @@ def environment_parts(devices: Sequence[Any]) -> Parts:
         "platform": platform_name,
         "device_kind": ", ".join(sorted({device.device_kind for device in devices})),
         "devices": str(len(devices)),
-        # Neighbours on the mesh may be linked in another way.
+        # Links between neighbours on the mesh depend on the order.
         "order": ",".join(str(d.id - min(o.id for o in devices)) for d in devices),
         "processes": str(len({device.process_index for device in devices})),
         "jax_version": jax.__version__,
@@ -265,18 +268,18 @@ def environment_parts(devices: Sequence[Any]) -> Parts:
         parts["nccl"] = _variables(
             name
             for name in os.environ
-            # What NCCL logs, and where to, changes no time.
+            # Variables of NCCL's logs change no times.
             if name.startswith("NCCL_") and not name.startswith("NCCL_DEBUG")
         )
         if cuda := _variables(_CUDA_VARIABLES):
             parts["cuda"] = cuda
-        # These decide what runs out of memory, and what an allocation costs.
+        # The allocator decides if memory suffices, and the time of allocations.
         parts["allocator"] = _variables(_ALLOCATOR_VARIABLES)
-        # Of the devices of this process, whose host knows their links.
+        # Only of this process's devices: the host knows no others' links.
         here = devices[0].client.process_index()
         mine = [d.local_hardware_id for d in devices if d.process_index == here]
         parts |= gpu_parts(mine)
-        # It launches what the devices run.
+        # The host launches the devices' programs.
         parts["host"] = f"{_processor()}, {os.cpu_count()} cores"
     elif platform_name == "tpu":
         parts["libtpu_flags"] = normalise_xla_flags(
@@ -289,7 +292,7 @@ def environment_parts(devices: Sequence[Any]) -> Parts:
     processes = {device.process_index for device in devices}
     if talk is not None and talk.hosts and processes != {jax.process_index()}:
         known = list(dict.fromkeys(talk.hosts))
-        # What lies between two hosts is slower than what lies inside of one.
+        # Links between hosts are slower than links inside of one.
         parts["hosts"] = ",".join(
             str(known.index(talk.hosts[device.process_index])) for device in devices
         )
@@ -297,7 +300,7 @@ def environment_parts(devices: Sequence[Any]) -> Parts:
 
 
 def alike_parts(devices: Sequence[Any]) -> dict[str, str]:
-    """The parts that all processes of a program have in common, in words."""
+    """Returns {name in words: text} of parts that must be equal in all processes."""
     return {
         name.replace("_", " "): text
         for name, text in environment_parts(devices)
@@ -305,7 +308,7 @@ def alike_parts(devices: Sequence[Any]) -> dict[str, str]:
     }
 
 
-# Of an environment: what makes a machine one of another kind.
+# Parts of an environment that make a machine one of another kind.
 _KIND = (
     "platform",
     "device_kind",
@@ -335,9 +338,8 @@ def normalise_xla_flags(flags: str) -> str:
         begin with a dash.
 
     Returns:
-      Flags with one space between them. Flags of one name keep their order: some add
-        up,
-      and otherwise the last one counts.
+      Flags with one space between them. Flags of one name keep their order, as XLA adds
+      some up, and takes the last of others.
     """
     if flags.strip() and not flags.lstrip().startswith("-"):
         try:
@@ -358,12 +360,12 @@ def _split(flags: str) -> list[str]:
     try:
         return shlex.split(flags)
     except ValueError:
-        # Quotes that do not pair up: XLA will complain, not the key.
+        # Unpaired quotes: XLA will report them.
         return flags.split()
 
 
 def configuration() -> dict[str, str]:
-    """JAX's settings that programs follow from, as keys and plans name them."""
+    """Returns {name: value} of JAX's settings that change programs."""
     return {
         "matmul_precision": _setting("jax_default_matmul_precision"),
         "enable_x64": _setting("jax_enable_x64"),
@@ -373,7 +375,7 @@ def configuration() -> dict[str, str]:
 
 
 def _setting(name: str) -> str:
-    # Settings come and go with versions of JAX, and so does their influence.
+    # A version of JAX may not have the setting.
     return str(getattr(jax.config, name, "absent"))
 
 
@@ -398,12 +400,12 @@ _SECONDS = 30
 _BUS = re.compile(r"([0-9a-fA-F]+):([0-9a-fA-F]+):([0-9a-fA-F]+)\.([0-9a-fA-F]+)")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _QUERY = "index,power.limit,driver_version,pci.bus_id"
-_BUS_LETTERS = 32  # More than such an address has.
+_BUS_LETTERS = 32  # A PCI address is shorter.
 
 
 @lru_cache(maxsize=16)
 def ask_driver(*words: str) -> str:
-    """Runs ``nvidia-smi``; "" if the program is missing or fails."""
+    """Returns the output of ``nvidia-smi``; "" if it is missing or fails; cached."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *words],
@@ -420,8 +422,8 @@ def ask_driver(*words: str) -> str:
 def bus_of(ordinal: int) -> str:
     """Returns the PCI address of a GPU by CUDA's number; "" if unknown.
 
-    CUDA counts the fastest first, and only those in ``CUDA_VISIBLE_DEVICES``; the
-    driver counts by address. So hosts with several kinds have two numberings.
+    CUDA numbers the fastest first, and only those in ``CUDA_VISIBLE_DEVICES``. The
+    driver numbers all by address, so that its numbers may differ.
     """
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -429,14 +431,14 @@ def bus_of(ordinal: int) -> str:
         return ""
     device = ctypes.c_int()
     if library.cuDeviceGet(ctypes.byref(device), ctypes.c_int(ordinal)) != 0:
-        return ""  # Nothing has started CUDA in this process, or there is none such.
+        return ""  # CUDA is not started in this process, or has no such GPU.
     text = ctypes.create_string_buffer(_BUS_LETTERS)
     failed = library.cuDeviceGetPCIBusId(text, ctypes.c_int(_BUS_LETTERS), device)
     return "" if failed else text.value.decode(errors="replace")
 
 
 def gpu_parts(ordinals: Sequence[int | None]) -> dict[str, str]:
-    """Returns the parts of a key that describe links between GPUs of this host.
+    """Returns the parts of a key that describe GPUs of this host.
 
     Args:
         ordinals: CUDA's numbers of the mesh's devices in this process, in the mesh's
@@ -444,8 +446,7 @@ def gpu_parts(ordinals: Sequence[int | None]) -> dict[str, str]:
 
     Returns:
         ``links`` of each pair, in the order of the mesh; ``power_limit`` and ``driver``
-        of
-        the devices. Values that the driver does not give are "unknown".
+        of the devices. Values that the driver does not report are "unknown".
     """
     known = _gpus()
     unknown = (-1, UNKNOWN, UNKNOWN)
@@ -459,13 +460,13 @@ def gpu_parts(ordinals: Sequence[int | None]) -> dict[str, str]:
 
 
 def _address(bus: str) -> tuple[int, ...] | None:
-    """An address such as ``00000000:18:00.0``, whatever zeros it is written with."""
+    """Parses an address such as ``00000000:18:00.0``; None if it is none."""
     match = _BUS.fullmatch(bus.strip())
     return None if match is None else tuple(int(part, 16) for part in match.groups())
 
 
 def _gpus() -> dict[tuple[int, ...] | None, tuple[int, str, str]]:
-    """Number, power limit and driver of all GPUs of the host, by address."""
+    """Returns {address: (number, power limit, driver)} of all GPUs of the host."""
     found = {}
     answer = ask_driver(f"--query-gpu={_QUERY}", "--format=csv,noheader")
     for line in answer.splitlines():
@@ -476,7 +477,7 @@ def _gpus() -> dict[tuple[int, ...] | None, tuple[int, str, str]]:
 
 
 def _links(numbers: Sequence[int]) -> str:
-    """Lists the links of pairs: ``NV18``, ``PIX``, ``SYS``; once if all are alike."""
+    """Returns links of all pairs, as ``NV18,SYS,SYS``; one link if all are equal."""
     if len(numbers) < 2:
         return ""
     lines = [line.split("\t") for line in ask_driver("topo", "-m").splitlines()]
@@ -497,16 +498,16 @@ _BYTES = re.compile("[0-9]{1,13}")
 _PERCENT = re.compile("[1-9][0-9]?|100")
 _LEVEL = re.compile("[0-3]")
 
-# The percentage of what arguments leave of a device's memory that others may take.
+# XLA's memory limit: percentage of device memory without arguments that others may use.
 MEMORY_SHARE = "xla_gpu_memory_limit_slop_factor"
 
-# Trying kernels out takes a device and most of a compile. Untried, Triton's kernels for
-# products are slow ones.
+# Options for compiles without tuning, which takes a device and most of the time.
+# Without it Triton's kernels for products are slow, so they are off.
 UNTUNED: Mapping[str, str] = MappingProxyType(
     {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
 )
 
-# Which values each known option may have.
+# Harmless options, with the values that they may have.
 _KNOWN = {
     "xla_gpu_enable_latency_hiding_scheduler": _SWITCH,
     "xla_gpu_all_gather_combine_threshold_bytes": _BYTES,
@@ -520,16 +521,17 @@ _KNOWN = {
     "xla_gpu_enable_while_loop_double_buffering": _SWITCH,
     MEMORY_SHARE: _PERCENT,
     "xla_backend_optimization_level": _LEVEL,
-    # Without it programs need more memory, and compute the same.
+    # Programs without rematerialization need more memory, and compute the same.
     "xla_disable_hlo_passes": re.compile("rematerialization"),
 }
 
 
 def refused_option(options: Any, allowed: Collection[str] = ()) -> str | None:
-    """Returns the reason why options of a file are refused; None if they may be used.
+    """Returns the reason why compiler options of a file are refused; None if allowed.
 
     Args:
-        allowed: names of further options that the caller trusts, whatever their value.
+        options: ``{name: value}`` as read from JSON, of any type.
+        allowed: names of further options, allowed with any text.
     """
     if not isinstance(options, Mapping):
         return f"compiler options that are a {type(options).__name__}, not an object"

@@ -1,7 +1,7 @@
-"""Runs built programs on the devices.
+"""Runs and times built programs on the devices.
 
-Layers are separate: `cfp.profiling.builder` builds, `run` here runs,
-`cfp.profiling.store` stores, and `cfp.profiling.jobs` combines them.
+`cfp.profiling.builder` builds, this module runs, `cfp.profiling.store` stores, and
+`cfp.profiling.jobs` combines them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from cfp.program.graph import Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A place where jobs run: this process's devices, and those of its followers.
+    """A mesh with functions that build and run jobs there.
 
     Attributes:
-      build: builds a job in a thread; returns a record for a failure.
-      run: runs a built program.
+      build: builds a job, called in a thread; returns the record of a failure.
+      run: times a job's built program.
     """
 
     mesh: Mesh
@@ -53,7 +53,7 @@ class Place:
 
     @property
     def threads(self) -> int:
-        """The number of jobs that are built side by side."""
+        """Number of jobs that are built side by side."""
         return default_threads(self.mesh.devices.flat[0].platform)
 
     def check(self, crash: ProfileRecord) -> None:
@@ -69,10 +69,10 @@ def place_of_parts(
     timing: TimingOptions | None = None,
     built: dict[str, Built] | None = None,
 ) -> Place:
-    """Returns the place of jobs that are parts of a program.
+    """Makes the place of jobs that are parts of a program.
 
     Args:
-      built: programs built for this mesh before, by key; used ones are removed.
+      built: ``{key: program}`` built for this mesh before; used ones are removed.
     """
     ready = built or {}
 
@@ -90,7 +90,7 @@ def place_of_parts(
 
 
 def timing_on(mesh: Mesh, **limits: Any) -> TimingOptions:
-    """Limits for the devices of a mesh: their platform's, but for those given."""
+    """Returns timing options for a mesh's platform, with some replaced by `limits`."""
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return replace(ON_CPUS if is_cpu else TimingOptions(), **limits)
 
@@ -103,7 +103,7 @@ def run(
     *,
     timing: TimingOptions | None = None,
 ) -> ProfileRecord:
-    """Times a built job, on inputs made for it; nothing stays on the devices."""
+    """Times a built job with random inputs, which are freed afterwards."""
     kinds = input_kinds(program, job.part, job.in_specs)
     return execute(built, kinds, mesh, feedback=job.feedback, timing=timing)
 
@@ -116,11 +116,12 @@ def execute(
     feedback: Sequence[tuple[int, int]] = (),
     timing: TimingOptions | None = None,
 ) -> ProfileRecord:
-    """Times a compiled program, over and over.
+    """Times a compiled program, in all processes with devices of the mesh.
 
     Args:
-      feedback: (input position, output position): what the program donates, and
-        what takes its place.
+      kinds: kinds of the inputs to make.
+      feedback: (input position, output position): the donated input, and the output
+        that is the next execution's input.
     """
     timing = timing or timing_on(mesh)
     if reason := shortage(built, mesh):
@@ -145,7 +146,7 @@ def execute_here(
     feedback: Sequence[tuple[int, int]],
     time_all: Callable[[Run], Sequence[float]],
 ) -> ProfileRecord:
-    """Does what `execute` does, in this process alone: `time_all` makes the samples."""
+    """Runs a program in this process alone; `time_all` returns samples in ms."""
     started = time.perf_counter()
     loop = _Loop(built.compiled, feedback, mesh.devices.flat[0].platform == "cpu")
     try:
@@ -167,29 +168,29 @@ def execute_here(
 
 
 def compile_generators(program: Program, mesh: Mesh, job: Job) -> None:
-    """Compiles what makes a job's inputs: in a thread, not while the devices wait."""
-    # What goes wrong will go wrong again, and be recorded, when the inputs are made.
+    """Compiles the generators of a job's inputs, ahead of their use."""
+    # Failures repeat, and are recorded, when the inputs are made.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         for kind in input_kinds(program, job.part, job.in_specs):
             generator(kind, mesh)
 
 
 def check_devices(mesh: Mesh, crash: ProfileRecord) -> None:
-    """Raises CfpError if devices answer no more after something crashed on them."""
+    """Raises CfpError if devices stopped working after a crash."""
     probe = InputKind((8,), "float32", ((),))
     try:
         jax.block_until_ready(make_inputs([probe], mesh))
     except jax.errors.JaxRuntimeError as error:
         raise CfpError(
             f"The devices have stopped working: {reason_of(error)}, after "
-            f"{crash.reason}. Start again: measurements are kept, and what crashed "
-            "is not tried again."
+            f"{crash.reason}. Start again: measurements are kept, and the crashed "
+            "program is not tried again."
         ) from error
 
 
 def shortage(built: Built, mesh: Mesh) -> str:
-    """Returns the reason why a program cannot fit into memory; "" if it may."""
-    # Asking first is quick; running out of memory takes some allocators seconds.
+    """Returns the reason why a program exceeds a device's memory; "" if it may fit."""
+    # Some allocators take seconds to run out of memory; this check is quick.
     for device in mesh.local_devices:
         stats = device.memory_stats() if device.platform != "cpu" else None
         limit = (stats or {}).get("bytes_limit", 0)
@@ -203,12 +204,12 @@ def shortage(built: Built, mesh: Mesh) -> str:
 
 @dataclass(slots=True)
 class _Loop:
-    """A program that is run over and over on what it returned.
+    """A program that runs repeatedly, with fed-back outputs as inputs.
 
     Attributes:
-      one_at_a_time: True where runs that overlap contend for the threads that their
-        collectives wait in, as those of virtual devices.
-      outputs: as the program returns them: a tuple, or one.
+      one_at_a_time: True on virtual devices, where overlapping runs compete for the
+        threads in which their collectives wait.
+      outputs: outputs of the last run: a tuple, or one array.
     """
 
     compiled: jax.stages.Compiled
@@ -219,7 +220,7 @@ class _Loop:
 
     def __call__(self, times: int) -> None:
         for _ in range(times):
-            # What is not fed back is freed before the next run needs the room.
+            # Frees outputs that are not fed back before the next run.
             self.outputs = ()
             self.outputs = self.compiled(*self.inputs)
             for put, got in self.feedback:
@@ -229,7 +230,7 @@ class _Loop:
         jax.block_until_ready(self.outputs)
 
     def free(self) -> None:
-        """Gives all memory back now, whoever else may still know an array."""
+        """Deletes all arrays at once, even if other references exist."""
         for array in jax.tree.leaves((self.inputs, self.outputs)):
             if not array.is_deleted():
                 array.delete()

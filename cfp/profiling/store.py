@@ -1,7 +1,7 @@
-"""Profile store: one SQLite file, shared by all processes.
+"""Profile store: records in one SQLite file, shared by all processes.
 
-A file that is damaged, or of another version, is set aside with a warning, and a fresh
-one is begun: what it held is measured again.
+A damaged file, or one of another version, is renamed with a warning, and an empty one
+replaces it: its records are measured again.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ _TABLES = (
     "CREATE TABLE in_flight (key TEXT NOT NULL, owner TEXT NOT NULL, "
     "json TEXT NOT NULL, PRIMARY KEY (key, owner))",
 )
-_BUSY_SECONDS = 30.0  # For another process that is writing.
+_BUSY_SECONDS = 30.0  # Longest wait for another process that writes.
 
 _log = logging.getLogger(__name__)
 
 
 def store_path(folder: str | os.PathLike[str] | None = None) -> Path:
-    """Returns the path of the store in a folder, or in the default one."""
+    """Returns the path of the store in a folder; None is `cache_dir()`."""
     return Path(folder if folder is not None else cache_dir()) / STORE_NAME
 
 
 class ProfileStore:
-    """Records by key, in one file; CfpError is raised if it cannot be used.
+    """Records by key, in one file; methods raise CfpError if it cannot be used.
 
-    Several processes and threads may use one file at once; each process opens a
-    store of its own. On a network file system only processes of one host may
-    share a file: give each host its own, and `merge` them.
+    Several processes and threads may use one file at once; each process opens its own
+    store. On a network file system, only processes of one host may share a file: each
+    host needs its own, to `merge` later.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Opens the file, and makes it and its directory if they are missing."""
+        """Opens the file; makes it and its folder if they are missing."""
         self.path = Path(path)
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
@@ -70,28 +70,28 @@ class ProfileStore:
         self.close()
 
     def close(self) -> None:
-        """Ends the use of the file; any later call but this one is an error."""
+        """Closes the file; later calls of other methods raise ValueError."""
         with self._lock:
             if self._connection is not None:
                 self._connection.close()
             self._connection = None
 
     def alone(self, keys: Iterable[str]) -> AbstractContextManager[bool]:
-        """Has no other process measure some jobs meanwhile; False if one does."""
-        # Of one lock for each job few would be used: others seldom share a letter.
+        """Context that holds the lock to measure some jobs; yields False without it."""
+        # One lock for each first letter of keys is enough: clashes are rare.
         name = f"{self.path.name}.measuring-{min(keys)[0]}"
         return locked(self.path.with_name(name), waits=False)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """A transaction, or the one that it is in: on an error nothing is written."""
+        """Context of a transaction, which may be nested: an error undoes all writes."""
         with self._lock, self._explained():
             if self._connection is None:
                 raise ValueError("the store is closed")
             if self._connection.in_transaction:
                 yield self._connection
                 return
-            # IMMEDIATE: what is looked up must still hold when it is written.
+            # IMMEDIATE: reads must still be true when the transaction writes.
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
@@ -107,11 +107,11 @@ class ProfileStore:
         return count
 
     def get(self, key: str) -> ProfileRecord | None:
-        """The record of a key (a `ProfileKey.digest`), or None."""
+        """Returns the record of a key (a `ProfileKey.digest`); None without one."""
         return self.get_many((key,)).get(key)
 
     def get_many(self, keys: Iterable[str]) -> dict[str, ProfileRecord]:
-        """Returns the stored records of some keys."""
+        """Returns {key: record} of those keys that have records, in order."""
         wanted = list(dict.fromkeys(keys))
         some = "SELECT value FROM json_each(?)"
         query = f"SELECT key, json FROM records WHERE key IN ({some})"
@@ -119,22 +119,22 @@ class ProfileStore:
         return {key: found[key] for key in wanted if key in found}
 
     def records(self) -> list[ProfileRecord]:
-        """All records, ordered by key."""
+        """Returns all records, ordered by key."""
         rows = self._rows("SELECT key, json FROM records ORDER BY key")
         return [*_records(rows).values()]
 
     def put(self, record: ProfileRecord, *, replace: bool = False) -> bool:
-        """Keeps a record, unless one that is as good is there; returns True if it did.
+        """Stores a record; returns False if an earlier one stays instead.
 
-        The first "ok" record of a key stays, and the first failure does until an
-        "ok" record comes; with `replace` nothing does.
+        The first "ok" record of a key stays. The first failure stays until an "ok"
+        record comes. With `replace`, the new record always replaces the old one.
         """
         return self.put_all([record], replace=replace) == 1
 
     def put_all(
         self, records: Sequence[ProfileRecord], *, replace: bool = False
     ) -> int:
-        """Keeps records like `put`, all or none; returns how many were written."""
+        """Stores records like `put`, all or none; returns the number written."""
         written = 0
         with self.transaction() as connection:
             for record in records:
@@ -147,7 +147,7 @@ class ProfileStore:
         return written
 
     def export(self, path: str | os.PathLike[str]) -> int:
-        """Writes all records to a file of JSON lines, or none; returns how many."""
+        """Writes all records to a file of JSON lines; returns their number."""
         records, target = self.records(), Path(path)
         unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
         try:
@@ -159,15 +159,15 @@ class ProfileStore:
                 unfinished.unlink()
             raise CfpError(
                 f"The profiles cannot be exported to {target}: {error}. Name another "
-                "file, or free some room."
+                "file, or free disk space."
             ) from error
         return len(records)
 
     def merge(self, path: str | os.PathLike[str]) -> int:
-        """Adds the records of an exported file, all or none; returns how many were new.
+        """Adds records of an exported file; returns the number of new ones.
 
         Raises:
-          CfpError: see `read_export`.
+          CfpError: the file is invalid (`read_export`); nothing was added.
         """
         return self.put_all(read_export(path))
 
@@ -184,13 +184,13 @@ class ProfileStore:
         except (OSError, sqlite3.Error) as error:
             raise CfpError(
                 f"The profile cache {self.path} cannot be used: {error}. Make "
-                f"{self.path.parent} writable and free some room, or set CFP_CACHE_DIR "
-                "to another directory."
+                f"{self.path.parent} writable and free disk space, or set "
+                "CFP_CACHE_DIR to another directory."
             ) from error
 
 
 def _records(rows: Iterable[tuple[str, str]]) -> dict[str, ProfileRecord]:
-    """Reads records of rows, by key; damaged rows are left out."""
+    """Reads (key, JSON) rows into {key: record}; warns of and skips damaged rows."""
     found: dict[str, ProfileRecord] = {}
     for key, text in rows:
         try:
@@ -201,15 +201,14 @@ def _records(rows: Iterable[tuple[str, str]]) -> dict[str, ProfileRecord]:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Opens a store; a file that is no sound store is replaced."""
+    """Opens a store's file; a damaged one is renamed and replaced."""
     make_private_folder(path.parent)
-    # Two that find it damaged would otherwise both set it aside, the second one the
-    # fresh file of the first.
+    # Without the lock, a second process could rename the first one's new file.
     how = {"timeout": _BUSY_SECONDS, "isolation_level": None}
     with locked(path.with_name(f"{path.name}.lock")):
         is_fresh = False
         while True:
-            # SQLite gives its logs the mode of the file.
+            # SQLite's log files get the mode of this file.
             make_private(path)
             connection = sqlite3.connect(path, check_same_thread=False, **how)
             try:
@@ -217,7 +216,7 @@ def _open(path: Path) -> sqlite3.Connection:
                     return connection
                 if is_fresh:
                     raise CfpError(f"The cache {path} cannot be made: {damage}")
-                # Before closing: to close a file, SQLite writes its log into it.
+                # Renamed before closing, since SQLite writes its log on closing.
                 _set_aside(path, damage)
                 is_fresh = True
             except BaseException:
@@ -227,7 +226,7 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _damage(connection: sqlite3.Connection) -> str:
-    """Makes a file ready, and fills it if it is new; says why it is none of these."""
+    """Prepares a file, with tables if it is new; returns the damage, "" without."""
     try:
         [[answer]] = connection.execute("PRAGMA quick_check(1)")
         [[version]] = connection.execute("PRAGMA user_version")
@@ -236,17 +235,16 @@ def _damage(connection: sqlite3.Connection) -> str:
             return " ".join(str(answer).split())
         if version != SCHEMA_VERSION and (version or tables):
             return f"schema version {version}, not {SCHEMA_VERSION}"
-        # With WAL a killed process loses nothing, a power cut the last records, and
-        # neither damages the file.
+        # With WAL a killed process loses no records, a power cut the last ones.
+        # Neither damages the file.
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         if not version:
             for statement in (*_TABLES, f"PRAGMA user_version = {SCHEMA_VERSION}"):
                 connection.execute(statement)
     except sqlite3.DatabaseError as error:
-        # Errors from Python's side of sqlite3 have no code. The low byte is the error,
-        # the others say more about it. Our statements are right, so that a plain error
-        # means what the file says of itself.
+        # Errors of Python's sqlite3 have no code. The low byte is the error, the others
+        # are details. The statements are correct, so that SQLITE_ERROR is of the file.
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code in (
             sqlite3.SQLITE_CORRUPT,
@@ -261,13 +259,13 @@ def _damage(connection: sqlite3.Connection) -> str:
 def _set_aside(path: Path, why: str) -> None:
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%fZ")
     aside = path.with_name(f"{path.name}.damaged-{stamp}")
-    # The log first: a fresh database must never meet an old log.
+    # Logs first: a new database must never have an old log.
     for suffix in ("-wal", "-shm", ""):
         with contextlib.suppress(FileNotFoundError):
             os.rename(f"{path}{suffix}", f"{aside}{suffix}")
     _log.warning(
         "the profile cache %s was damaged and is set aside (%s): it is now %s, and "
-        "what it held will be measured again",
+        "its records will be measured again",
         path,
         why,
         aside.name,
@@ -276,9 +274,9 @@ def _set_aside(path: Path, why: str) -> None:
 
 # ----------------------------------------------------------------------- exported files
 
-# Times and sizes can mislead a search, and do no more. Two things are followed further:
-# what a record says was chosen for a whole program holds compiler options, which may
-# only be such as do no harm; and what is printed must not be commands to a terminal.
+# False times and sizes can only mislead a search. Two things could do harm, and are
+# checked: compiler options in a whole program's choice, and control characters in
+# printed text.
 
 
 # A record of a program with thousands of collectives has a few megabytes.
@@ -290,8 +288,8 @@ def read_export(path: str | os.PathLike[str]) -> list[ProfileRecord]:
     """Reads the records of an exported file.
 
     Raises:
-      CfpError: a line is no record, its key does not fit its parts, or it contains
-        compiler options that are not known to be harmless.
+      CfpError: the file cannot be read, a line is no record, its key does not fit its
+        parts, or it contains compiler options that are not known to be harmless.
     """
     records: list[ProfileRecord] = []
     try:

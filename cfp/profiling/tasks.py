@@ -1,12 +1,12 @@
-"""Measurement tasks, their options and their progress, and what is at work on them.
+"""Measurement tasks, their options and progress, and builds or runs under way.
 
-What a process builds or runs is a row of the store (`InFlight`), which outlives the
-process. `settle` reads the rows of a process that died. The job that was running, or
-else building, is tried again. A second death, or a known cause of death, is a failure
-on record. If several builds were under way, they are built one at a time.
+A build or run under way has a row in the store (`InFlight`), which outlives a dead
+process. `settle` reads the rows of dead processes. The job that was running, or else
+building, is tried again. After a second death, or with a known cause, a failure is
+recorded. If several builds were under way, they are then built one at a time.
 
-A process that holds devices cannot end a run that hangs. It notes that the run takes
-too long, and the command line as its parent ends it (`cfp.cli.supervise`).
+A process cannot end its own hanging run. It marks the run as overdue, and its parent,
+the command line, ends the process (`cfp.cli.supervise`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Phase = Literal["look up", "build", "run", "wait", "done"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One measurement.
+    """One measurement, of a part of a program or a probe of the devices.
 
     Attributes:
-      key: key of its record. Tasks with equal keys are the same.
+      key: key of its record; tasks with equal keys are the same.
       label: text for progress, such as "segment 1: 3 of 24".
       expected_ms: expected time of one execution; 0 if unknown.
       is_last: True builds it after others with the same kernels, so that the compiler
@@ -55,18 +55,18 @@ class Progress:
     """Progress of measuring.
 
     Attributes:
-      done: tasks with a record: `cached`, plus measured, plus `failed`.
-      cached: tasks answered from the store, good or failed.
-      failed: tasks that failed now.
-      total: all tasks, each key once.
-      best_ms: the smallest time among good records; infinite before the first.
-      label: the task of the event; "" before the first.
+      done: number of tasks with a record: `cached`, plus measured, plus `failed`.
+      cached: number of tasks with a record in the store, good or failed.
+      failed: number of tasks that failed in this run.
+      total: number of all tasks, each key once.
+      best_ms: the smallest time among good records; infinity before the first.
+      label: label of the event's task; "" before the first.
       phase: "look up" after the store's answer; "build" while a task's build is
         awaited; "run" when it starts to run; "wait" if another process with the same
         store has all remaining tasks; "done" when it has its record.
       elapsed_seconds: time since the beginning.
-      awaited: number of awaited compiles; 0 if unknown.
-      awaited_seconds: time of waiting for them.
+      awaited: number of unfinished builds; 0 if unknown.
+      awaited_seconds: time of waiting for the task's build.
     """
 
     done: int
@@ -97,7 +97,7 @@ class Limits:
     build_seconds: float = 1800.0
 
     def seconds(self, doing: Doing, expected_ms: float) -> float:
-        """Returns the time limit of an activity."""
+        """Returns the time limit of a run or build, in seconds."""
         if doing == "run":
             return self.run_seconds + self.run_expected * expected_ms / 1e3
         return self.build_seconds
@@ -108,10 +108,10 @@ class MeasureOptions:
     """Options of builds and timings.
 
     Attributes:
-        retry_failures: whether what failed before now is tried again, or what failed
-            before a moment: a process that was started again keeps to the first's.
-        progress: called with what is being done.
-        began: now.
+        retry_failures: True to try failures from before `began` again; a moment to try
+            those from before it. A restarted process gets the first one's moment.
+        progress: called with every event, a `Progress` or a line of text.
+        began: time at which the object was made.
     """
 
     retry_failures: bool | datetime = False
@@ -120,20 +120,20 @@ class MeasureOptions:
     began: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def retries(self, record: ProfileRecord) -> bool:
-        """True if a record is of a failure that is tried again."""
+        """True if a record is a failure to try again."""
         again = self.retry_failures
         moment = again if isinstance(again, datetime) else self.began
         is_before = datetime.fromisoformat(record.created) < moment
         return not record.ok and bool(again) and is_before
 
     def tell(self, event: Progress | str) -> None:
-        """Passes an event on."""
+        """Calls `progress` with an event, if there is one."""
         if self.progress is not None:
             self.progress(event)
 
     @property
     def of_rates(self) -> MeasureOptions:
-        """These, for timing devices: of different probes there is no best."""
+        """These options for rates of devices: events get a prefix, and no best time."""
 
         def tell(event: Progress | str) -> None:
             assert isinstance(event, Progress)
@@ -146,8 +146,7 @@ class MeasureOptions:
 Doing = Literal["build", "run"]
 
 _WATCH_SECONDS = 1.0
-# A process that slept longer than this between two looks was stopped, and all else
-# with it.
+# After a longer sleep between two looks, the process was stopped, and its runs, too.
 _STOPPED_SECONDS = 3.0
 _MOST_DEATHS = 2
 
@@ -156,16 +155,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """A current activity of a process, or the last one of a dead process.
+    """A build or run under way, or the last one of a dead process.
 
     Attributes:
-      parts: of the key of its record.
+      parts: parts of the record's key.
       program: name of the user's function; "" without one.
-      since: start of the activity: ISO 8601, UTC.
-      deadline: time at which it counts as hung, in `time.monotonic`, which the
+      since: start time, ISO 8601 in UTC.
+      deadline: time after which it counts as hung, by `time.monotonic`, which all
         processes of a machine share.
       overdue: True after the deadline.
-      deaths: number of processes that may have died of it.
+      deaths: number of processes that died, possibly of it.
     """
 
     parts: Parts
@@ -183,14 +182,13 @@ class Operation:
         return ProfileKey(self.parts).digest
 
 
-_WORDS = {"run": "running", "build": "compiling"}  # To users.
-# Nobody: of what a process has died.
-_DEAD = ""
-Cause = tuple[Status, str]  # As of a record: its status, and the reason.
+_WORDS = {"run": "running", "build": "compiling"}  # In messages.
+_DEAD = ""  # Owner of operations of which processes died.
+Cause = tuple[Status, str]  # (status, reason) of a failure's record.
 
 
 def operations(connection: Connection) -> dict[str, list[Operation]]:
-    """All operations of a store, by their process."""
+    """Returns {owner: operations} of a store; owners are processes."""
     found: dict[str, list[Operation]] = {}
     for owner, text in connection.execute("SELECT owner, json FROM in_flight"):
         data = json.loads(text)
@@ -200,7 +198,7 @@ def operations(connection: Connection) -> dict[str, list[Operation]]:
 
 
 def is_alive(owner: str) -> bool:
-    """True if the process that owns operations lives."""
+    """True if the process of an owner (``"pid:start time"``) lives."""
     pid, _, started = owner.partition(":")
     try:
         os.kill(int(pid), 0)
@@ -212,7 +210,7 @@ def is_alive(owner: str) -> bool:
 
 
 def _started(pid: int) -> str:
-    """The moment a process began, which tells it from others of its number; or ""."""
+    """Returns a process's start time in ticks; "" if it has ended, or is unknown."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -223,14 +221,17 @@ def _started(pid: int) -> str:
 def settle(
     store: ProfileStore, pid: int | None = None, cause: Cause | None = None
 ) -> list[Operation]:
-    """Records what dead processes died of, or notes that it may be that.
+    """Removes operations of dead processes, and records those that killed them.
+
+    An operation is recorded as a failure if it is the only suspect, and it was overdue,
+    the cause is known, or two processes died of it. Others are noted.
 
     Args:
-      pid: a process that has ended, by its number, if its parent asks.
-      cause: why that one ended, if it was not ended from outside.
+      pid: id of a process that has ended, if its parent calls this.
+      cause: why that process ended; None if unknown.
 
     Returns:
-      The operations that it may have died of.
+      The operations of which process `pid` may have died.
     """
     suspects: list[Operation] = []
     with store.transaction() as connection:
@@ -263,13 +264,13 @@ def settle(
 
 
 def forget(store: ProfileStore, pid: int) -> None:
-    """Forgets what a process was at, which was ended from outside."""
+    """Removes the operations of a process that was ended from outside."""
     with store.transaction() as connection:
         connection.execute("DELETE FROM in_flight WHERE owner LIKE ?", (f"{pid}:%",))
 
 
 def is_late(store: ProfileStore, pid: int) -> bool:
-    """True if a process is at something for too long."""
+    """True if an operation of a process is overdue."""
     with store.transaction() as connection:
         every = operations(connection)
     mine = [every[owner] for owner in every if owner.startswith(f"{pid}:")]
@@ -281,14 +282,14 @@ def _is_overdue(one: Operation) -> bool:
 
 
 def _suspects(mine: Sequence[Operation]) -> list[Operation]:
-    """Possible causes of a death: overdue operations, else runs, else builds."""
+    """Returns possible causes of a death: overdue operations, else runs, else all."""
     late = [one for one in mine if one.overdue]
     return late or [one for one in mine if one.doing == "run"] or [*mine]
 
 
 def _is_done(store: ProfileStore, one: Operation) -> bool:
     record = store.get(one.key)
-    # Both are of `utc_now`: as text they sort by time.
+    # Texts of `utc_now` sort by time.
     return record is not None and record.created >= one.since
 
 
@@ -314,7 +315,7 @@ def _write(connection: Connection, owner: str, key: str, one: Operation | None) 
 
 
 class InFlight:
-    """The operations of this process and its threads, from `with` to its end."""
+    """Context that notes operations of this process and its threads in the store."""
 
     def __init__(
         self, store: ProfileStore, limits: Limits | None = None, program: str = ""
@@ -340,7 +341,7 @@ class InFlight:
                     _write(connection, self._owner, digest, None)
 
     def at_once(self, digests: Iterable[str], most: int) -> int:
-        """Limits the builds at once: to one, where a process may have died of some."""
+        """Returns `most`, or 1 if a process may have died of one of these jobs."""
         with self._store.transaction() as connection:
             dead = {one.key for one in operations(connection).get(_DEAD, ())}
         return most if dead.isdisjoint(digests) else 1
@@ -349,7 +350,7 @@ class InFlight:
     def doing(
         self, key: ProfileKey, label: str, doing: Doing, expected_ms: float = 0.0
     ) -> Iterator[None]:
-        """Notes an activity while the body runs."""
+        """Context that notes a build or run while the body runs."""
         limit = self.limits.seconds(doing, expected_ms)
         one = Operation(
             parts=key.parts,
@@ -369,14 +370,14 @@ class InFlight:
     def _set(self, digest: str, one: Operation | None) -> None:
         with self._lock:
             if self._closed.is_set():
-                return  # A build that an interrupt did not wait for.
+                return  # A build that continues after an interrupt.
             self._mine.pop(digest, None)
             self._mine |= {digest: one} if one else {}
             with self._store.transaction() as connection:
                 _write(connection, self._owner, digest, one)
 
     def _watch(self) -> None:
-        """Notes what takes too long; nothing in this process can end it."""
+        """Marks operations as overdue; nothing in this process can end them."""
         looked = time.monotonic()
         while not self._closed.wait(_WATCH_SECONDS):
             now = time.monotonic()
@@ -392,8 +393,8 @@ class InFlight:
                         self._set(one.key, moved)
                     if late:
                         _log.warning(
-                            "%s: %s for more than %.0f s; it may hang. If this process "
-                            "is ended now, that is noted, and it is not tried again",
+                            "%s: %s for more than %.0f s; it may hang. If you end this "
+                            "process now, it is not tried again",
                             one.label,
                             _WORDS[one.doing],
                             one.limit_seconds,

@@ -1,11 +1,11 @@
-"""Times a callable on devices until the result is reliable.
+"""Times a callable on devices until the result is reliable; independent of JAX.
 
-Independent of JAX. The callable `run(n)` executes n times and returns once the devices
-are done. A sample is the time of `run(n)` divided by n. A sample lasts some
-milliseconds, so that one launch and one wait weigh little.
+The callable `run(n)` executes n times and returns once the devices are done. A sample
+is the time of `run(n)` divided by n. A sample lasts some milliseconds, so that one
+launch and one wait are a small share.
 
-In a program of several processes all must execute equally often, or their collectives
-wait for each other for ever: `announce` says to the others how often.
+In a program of several processes, all must execute equally often. Otherwise their
+collectives wait for ever. `announce` tells the others the number.
 """
 
 import math
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 Run = Callable[[int], object]
 
-# Warm-up samples are this much shorter: to be steady takes many of them.
+# Warm-up samples are shorter by this factor, since many are needed.
 _WARMUP_PART = 3
 _STEADY_TOLERANCE = 0.02
 _LARGEST_REPEAT = 1 << 16
@@ -24,31 +24,31 @@ _LARGEST_REPEAT = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingOptions:
-    """Limits of one measurement, as `measure` keeps them.
+    """Limits of one measurement by `measure`.
 
     The defaults are for GPUs, where a program is launched while the one before still
-    runs, as in training; `cfp.profiling.runner.timing_on` has those of a mesh.
+    runs, as in training. `cfp.profiling.runner.timing_on` has those of a mesh.
 
     Attributes:
-      warmup_seconds: the shortest warm-up.
-      warmup_window: how many of its samples are compared with as many before, at least.
-      min_samples: `target_spread` cannot end the sampling before these.
-      max_samples: the sampling ends with these.
-      target_spread: enough certainty, see `relative_spread`.
-      budget_seconds: no new sample starts once this is spent; one is always
-        taken, even if that leaves fewer than `min_samples`.
-      min_sample_ms: how long one sample should last at least.
-      min_repeat: how many executions one sample should hold at least.
-      long_sample_ms: fewer executions than these do if they last as long.
+      warmup_seconds: shortest warm-up.
+      warmup_window: least number of its samples that are compared with as many before.
+      min_samples: least number of samples before `target_spread` can end the sampling.
+      max_samples: largest number of samples.
+      target_spread: `relative_spread` at which the sampling ends.
+      budget_seconds: no new sample starts after this time; one is always taken, even if
+        that is fewer than `min_samples`.
+      min_sample_ms: least duration of one sample.
+      min_repeat: least number of executions in one sample.
+      long_sample_ms: duration of a sample that may have fewer than `min_repeat`.
     """
 
-    # On 4 H200 a step of 76 ms took 2.3 ms less if three ran in a row; without
-    # peer-to-peer access, where times vary by some percent, half of a profile's runs
-    # last until their time is over. On 2 H200 two samples that agree, or what there is
-    # after 0.7 s, are off by 1.0% on average, in place of 0.5% with three and 1 s.
-    # A warm-up that ends with two that agree, and samples half as long, make a third
-    # less of that; two machines then differ by 1.7% on average in place of 1.5%.
-    # Of half a second what a launch costs is half a percent: steps as long need no row.
+    # On 4 H200 a step of 76 ms took 2.3 ms less if three ran in a row. Without
+    # peer-to-peer access, times vary by some percent, and half of a profile's runs use
+    # their whole budget. On 2 H200, two samples that agree, or those of 0.7 s, are off
+    # by 1.0% on average; three samples, or those of 1 s, by 0.5%. A warm-up that ends
+    # with two samples that agree, and samples half as long, save a third of the time;
+    # two machines then differ by 1.7% on average, instead of 1.5%. A launch takes half
+    # a percent of half a second: steps that long need no repetition.
     warmup_seconds: float = 0.05
     warmup_window: int = 1
     min_samples: int = 2
@@ -67,7 +67,7 @@ class TimingOptions:
             )
 
 
-# There programs run one at a time.
+# Limits for CPUs, where programs run one at a time.
 ON_CPUS = TimingOptions(
     warmup_seconds=0.1,
     warmup_window=3,
@@ -83,8 +83,8 @@ class Timing:
     """Times of one measurement: every sample, none discarded.
 
     Attributes:
-      samples_ms: milliseconds per execution, in the order they were taken.
-      warmup_ms: the same, of the executions before them.
+      samples_ms: milliseconds per execution, in the order taken.
+      warmup_ms: the same of the warm-up's samples, before those.
     """
 
     samples_ms: tuple[float, ...]
@@ -96,10 +96,9 @@ class Timing:
 
 
 def interquartile_range(samples: Sequence[float]) -> float:
-    """Third minus first quartile; infinite below two samples, which say nothing.
+    """Returns third minus first quartile; infinity for fewer than two samples.
 
-    Quartiles are interpolated linearly, with the smallest and largest sample as
-    the ends (numpy's default).
+    Quartiles are interpolated linearly, as by numpy's default.
     """
     if len(samples) < 2:
         return math.inf
@@ -108,7 +107,7 @@ def interquartile_range(samples: Sequence[float]) -> float:
 
 
 def relative_spread(samples: Sequence[float]) -> float:
-    """Relative uncertainty of the median: IQR / (sqrt(n) * median).
+    """Returns the relative uncertainty of the median: IQR / (sqrt(n) * median).
 
     For normally distributed samples this is 1.08 standard errors of the median.
     """
@@ -126,17 +125,18 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     announce: Callable[[int], object] = int,
 ) -> Timing:
-    """Times a callable: warm up until steady, then sample until sure.
+    """Times a callable: a warm-up until times are steady, then samples.
 
-    The warm-up lasts at least `warmup_seconds`. It ends when the last quarter of its
-    samples (at least `warmup_window`) agrees with the quarter before within 2% in the
-    median: clocks drop under load, so early samples flatter. Its samples are a third as
-    long, and it takes at most half of the budget; one as long as all of it is the only
-    sample. The first execution loads code: `warmup_ms` has it, the budget has not.
+    The warm-up lasts at least `warmup_seconds`, and ends after half of the budget. It
+    ends before if the last quarter of its samples (at least `warmup_window`) agrees
+    with the quarter before, within 2% in the median. Clocks drop under load, so early
+    samples are too fast. Warm-up samples are a third as long as others. If the warm-up
+    takes the whole budget, its last sample is the only one. The first execution, which
+    loads code, does not count for the budget.
 
     Args:
       run: `run(n)` executes n times and blocks until the devices are done.
-      clock: seconds, monotonic.
+      clock: monotonic clock, in seconds.
       announce: called with n before each `run(n)`.
     """
     subject = _Subject(run, options, clock, announce)
@@ -159,7 +159,7 @@ def measure(
 
 @dataclass(slots=True)
 class _Subject:
-    """A callable under measurement, with the repeats of a sample and the time spent."""
+    """A callable under measurement, with its repetitions per sample and time spent."""
 
     run: Run
     options: TimingOptions
@@ -173,11 +173,11 @@ class _Subject:
 
     @property
     def steady(self) -> bool:
-        """Returns True if the newest warm-up samples agree with those before them."""
-        # The first is left out: it is always far off.
+        """True if the last warm-up samples agree with those before."""
+        # Without the first, which is always far off.
         warmup_ms = self.warmup_ms[1:]
-        # Windows grow with the warm-up: a drop over seconds does not show between
-        # neighbours that are milliseconds apart.
+        # Windows grow with the warm-up: adjacent samples, milliseconds apart, do not
+        # show a drop over seconds.
         window = max(self.options.warmup_window, len(warmup_ms) // 4)
         if len(warmup_ms) < 2 * window:
             return False
@@ -186,34 +186,32 @@ class _Subject:
         return abs(after - before) <= _STEADY_TOLERANCE * before
 
     def warm_up(self) -> None:
-        """Executes once more, and finds how often a sample should repeat."""
+        """Takes a warm-up sample, and adjusts the repetitions per sample."""
         seconds = self._time(self.repeat)
         self.warmup_ms.append(seconds / self.repeat * 1e3)
         if len(self.warmup_ms) == 1:
-            # Loading code and opening communicators: no measure of anything.
+            # The first execution loads code and opens communicators.
             self.spent_seconds = 0.0
             return
         wanted = self.options.min_sample_ms / 1e3
         least = wanted / _WARMUP_PART
         if self.repeat < _LARGEST_REPEAT and seconds < least:
-            # A short sample is mostly launch and wait: do not believe its ratio
-            # beyond a factor of ten.
+            # A short sample is mostly launch and wait: grow tenfold at most.
             self.repeat = self._grown(least, seconds, at_most=10.0)
         else:
             self.calibrated = True
             repeat = self.repeat if seconds >= wanted else self._grown(wanted, seconds)
-            # The first that was long enough may have been held up once: the later
-            # ones tell, too.
+            # The first long sample may have been delayed: later ones count, too.
             times = self.options.long_sample_ms / max(self.warmup_ms[-1], 1e-6)
             least_repeat = math.ceil(min(self.options.min_repeat, times))
             self.sample_repeat = max(self.sample_repeat, repeat, least_repeat)
 
     def sample(self) -> float:
-        """Milliseconds per execution, of one sample."""
+        """Takes one sample; returns milliseconds per execution."""
         return self._time(self.sample_repeat) / self.sample_repeat * 1e3
 
     def _grown(self, wanted: float, seconds: float, at_most: float = math.inf) -> int:
-        """Computes the repeats that last as long as needed, and a tenth more."""
+        """Computes the repetitions that last `wanted` seconds, and a tenth more."""
         growth = min(1.1 * wanted / max(seconds, 1e-9), at_most)
         repeat = math.ceil(self.repeat * growth)
         return min(max(repeat, self.repeat + 1), _LARGEST_REPEAT)

@@ -1,4 +1,4 @@
-"""The command line: parses, calls the passes, prints."""
+"""The command line: the commands of ``cfp`` and the options before them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from cfp.devices.joining import COORDINATOR, JOIN, PROCESS_ID, PROCESSES
 
 
 class Commands(TyperGroup):
-    """All commands; ``--traceback`` counts wherever it stands."""
+    """Group of all commands; ``--traceback`` may be anywhere in the line."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses words."""
+        """Moves ``--traceback`` to the front, and parses the words."""
         if "--traceback" in args:
             args = ["--traceback", *(word for word in args if word != "--traceback")]
         return super().parse_args(ctx, args)
@@ -58,7 +58,7 @@ for _name, _function in _COMMANDS.items():
 @app.command("doctor", context_settings={**PASS_ON, "help_option_names": []})
 def _doctor(context: typer.Context) -> None:
     """Check this machine for planning, with a remedy for each failure."""
-    # Seldom reached: `python -m cfp doctor` does not wait for what this room imports.
+    # Seldom reached: `cfp.__main__` runs doctor without the imports of this module.
     raise typer.Exit(doctor(context.args))
 
 
@@ -82,7 +82,7 @@ def _print_version(wanted: bool) -> None:
     version=Option(bool, "Print the version.", callback=_print_version, is_eager=True),
     traceback=Option(
         bool,
-        "Print the whole traceback of an error, too. May be given anywhere in the "
+        "Also print the whole traceback of an error. May be given anywhere in the "
         "command.",
     ),
     coordinator=Option(
@@ -92,7 +92,7 @@ def _print_version(wanted: bool) -> None:
         metavar="HOST:PORT",
     ),
     processes=Option(int, "Number of processes.", metavar="N"),
-    process_id=Option(int, "The number of this one, from 0 to N - 1.", metavar="I"),
+    process_id=Option(int, "This process's number, from 0 to N - 1.", metavar="I"),
     join=Option(
         bool,
         "Run as one of several processes that JAX detects: under Slurm, Open MPI, "
@@ -100,7 +100,7 @@ def _print_version(wanted: bool) -> None:
     ),
 )
 def _common(_: typer.Context, given: Any) -> None:
-    # Commands that use devices read them there; so do programs that call cfp.join().
+    # Commands that use devices, and cfp.join(), read these variables.
     variables = {
         COORDINATOR: given.coordinator,
         PROCESSES: given.processes,

@@ -38,12 +38,12 @@ from cfp.view.words import is_within_budget, sentence, throughput
 
 
 def print_error(message: str) -> None:
-    """Prints to the error stream."""
+    """Prints ``error: message`` to the error stream."""
     print(f"error: {message}", file=sys.stderr)
 
 
 def save(made: Plan, output: Path | None) -> list[str]:
-    """Saves a plan, if a file was named; returns lines that say so.
+    """Saves a plan, and returns lines to print; none without a file.
 
     Raises:
         CfpError: the file cannot be written.
@@ -64,7 +64,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 
 class Answer(NamedTuple):
-    """A command's answer: plain data for --json, or a function that prints it."""
+    """A command's answer: makes --json's data, or prints; exit code 1 if failed."""
 
     data: Callable[[], Any]
     show: Callable[[], None]
@@ -72,11 +72,7 @@ class Answer(NamedTuple):
 
 
 def plan_answer(made: Plan, output: Path | None, *more: str) -> Answer:
-    """Saves a new plan, and returns it as an answer, with more lines.
-
-    Args:
-        output: the file to save it to, or None.
-    """
+    """Saves a new plan if `output` is given; returns it with lines to print."""
     then = "then run it with cfp run --plan plan.json"
     if "described" in made.environment:
         then = "on its devices, cfp verify plan.json TARGET times it"
@@ -93,7 +89,7 @@ def plan_answer(made: Plan, output: Path | None, *more: str) -> Answer:
 
 
 def leave_printing_to_process_0() -> None:
-    """Silences all processes but the first of several, except for errors."""
+    """Silences the standard output of all processes but process 0."""
     if is_follower():
         sys.stdout = io.StringIO()
 
@@ -108,11 +104,11 @@ class Option:
     """An option of a command.
 
     Args:
-        kind: its type; a flag is False by default, other options are None.
-        text: help.
-        flags: its names, if not the parameter's own.
-        under: its heading in the help; the first of all by default.
-        how: further arguments of `typer.Option`, or of `typer.Argument`.
+        kind: type of the value; flags (bool) are False by default, others None.
+        text: text of the help.
+        flags: names of the option; by default that of the parameter.
+        under: heading in the help; by default the first one.
+        maker: `typer.Option` or `typer.Argument`; `how` has its further arguments.
     """
 
     def __init__(
@@ -131,9 +127,9 @@ class Option:
         self.how = {"help": text, "rich_help_panel": under, **how}
 
     def parameter(self, name: str) -> Parameter:
-        """The parameter of a command's function."""
+        """Makes the parameter of a command's function, as typer reads it."""
         flags = self.flags
-        if self.kind is bool and not flags:  # Without a --no- beside it.
+        if self.kind is bool and not flags:  # A name keeps typer from adding --no-.
             flags = (f"--{name.replace('_', '-')}",)
         return Parameter(
             name,
@@ -144,7 +140,7 @@ class Option:
 
 
 def argument(metavar: str, text: str, kind: Any = str, default: Any = ...) -> Option:
-    """An argument of a command, which has a place and no name."""
+    """Makes a positional argument of a command."""
     default = Parameter.empty if default is ... else default
     how = {"maker": typer.Argument, "metavar": metavar, "show_default": False}
     return Option(kind, text, default=default, **how)
@@ -160,7 +156,7 @@ def _positions(text: str) -> tuple[int, ...]:
 
 
 def _together(given: Sequence[tuple[int, ...]] | None) -> list[int] | None:
-    """Joins the positions of an option that may be given more than once."""
+    """Joins the positions of a repeated option; None if not given."""
     return [number for numbers in given for number in numbers] if given else None
 
 
@@ -176,10 +172,10 @@ _VIRTUAL = "cpu, with as many virtual devices as needed, or cuda; "
 def _setting(
     of: Any, name: str, kind: Any, under: str | None = MEASURING, **how: Any
 ) -> Option:
-    """The option of a setting: its default and the first sentence of its docs.
+    """Makes a setting's option, with its default and its docs' first sentence.
 
     Args:
-        of: an object with all defaults.
+        of: an object with the defaults, whose docs describe the setting.
     """
     text = re.search(rf" {name}: (.*?\.)\s", inspect.getdoc(of) or "", re.DOTALL)
     usual = getattr(of, name)
@@ -284,29 +280,29 @@ OPTIONS: Mapping[str, Option] = {
 }
 PLANS_PLATFORM = Option(str, f"{_VIRTUAL}the plan's, if not given.", metavar="NAME")
 
-# Colours in the help of commands, where there are any.
+# Coloured help on a terminal.
 MARKUP: Any = "rich" if sys.stdout.isatty() else None
 
-# Set where the command line has --traceback.
+# Environment variable for --traceback.
 TRACEBACK = "CFP_TRACEBACK"
 
 # Exit code of a command that the user interrupted, as in shells.
 INTERRUPTED = 130
 
-# Options that a command does not know are the model's.
+# Passes options that a command does not know to the target.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def command(
     *names: str, **own: Option
 ) -> Callable[[Callable[[Any, Any], Answer | None]], Callable[..., None]]:
-    """Makes a command of a function of the context and the options' values.
+    """Returns a decorator: a command from a function of context and options' values.
 
-    Errors end in one message, and an exit code.
+    A CfpError becomes one printed message, and exit code 2.
 
     Args:
-        names: options that several commands share.
-        own: options of this command alone, or replaced ones.
+        names: names of shared `OPTIONS`.
+        own: options of this command, which may replace shared ones.
     """
     options = {name: own.get(name) or OPTIONS[name] for name in names} | own
     ctx = Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context)
@@ -319,7 +315,7 @@ def command(
 
         run.__name__, run.__doc__ = function.__name__, function.__doc__
         parameters = [one.parameter(name) for name, one in options.items()]
-        # Typer reads options of it. Its type has no such attribute.
+        # Typer reads the options from it; type checkers do not know it.
         vars(run)["__signature__"] = Signature([ctx, *parameters])
         run.__annotations__ = {}
         return run
@@ -346,24 +342,24 @@ def _with_one_message(
     except CfpError as error:
         print_error(str(error))
         if "static_argnums" in str(error):
-            print("On the command line that is --static N.", file=sys.stderr)
+            print("On the command line, give --static N.", file=sys.stderr)
         if TRACEBACK in os.environ:
             traceback.print_exception(error)
         raise typer.Exit(2) from error
     except KeyboardInterrupt as error:
         kept = store_path(given.get("workdir"))
-        text = f"Interrupted. What was measured is kept in {kept}; "
-        print_error(wrapped(f"{text}the same command goes on from there."))
+        text = f"Interrupted. Measurements are kept in {kept}; "
+        print_error(wrapped(f"{text}the same command continues from there."))
         raise typer.Exit(INTERRUPTED) from error
 
 
 def supervise(ctx: typer.Context, workdir: Path | None) -> None:
-    """Continues in a child process, which measures; see :meth:`Supervision.enter`."""
+    """Continues the command in a child process; see :meth:`Supervision.enter`."""
     if isinstance(ctx.obj, Supervision):
         ctx.obj.enter(store_path(workdir))
 
 
-# How the text of an option is read, where it has another type than the setting.
+# Functions that convert an option's text to its setting's type.
 _READ: Mapping[str, Callable[[str], Any]] = {
     "choose": lambda text: tuple(sorted(dimensions_of(text.split(",")))),
     "attention": lambda text: tuple(n for n in text.split(",") if n != "none"),
@@ -399,7 +395,7 @@ def settings(
 
 
 class Command(TyperCommand):
-    """A command whose help has headings without a terminal, too."""
+    """A command whose help has headings even without a terminal."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Writes arguments and options under their headings."""
@@ -428,14 +424,14 @@ def mode_of(
     modes: Mapping[str, Collection[str]],
     parts: Mapping[str, str],
 ) -> str | None:
-    """Returns the parameter by which a command does something else than usual.
+    """Returns the given parameter that changes a command's mode; None without one.
 
     Args:
-        modes: parameters that go with each of these.
-        parts: parameters that go with one of these alone, and which that is.
+        modes: for each mode's parameter, the parameters allowed beside it.
+        parts: parameters of one mode alone, each with that mode's parameter.
 
     Raises:
-        CfpError: a parameter was given that does not go with the others.
+        CfpError: given parameters exclude each other.
     """
     flags = {p.name: max(p.opts, key=len) for p in ctx.command.params}
     given = [name for name in ctx.params if is_given(ctx, name)]

@@ -1,7 +1,7 @@
 """The commands that plan: plan, and the single passes analyze, profile and search.
 
-Variants of a step are the meshes and microbatches that it is planned for.
-``cfp profile`` has modes without a step, too: export, import and curves of links.
+A variant of a step is a mesh, with a number of microbatches. ``cfp profile`` also has
+modes without a step: --export, --import and --curves (rates of links).
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ _ALL = "all"
 
 
 def variants_of(ctx: typer.Context) -> dict[str, Any]:
-    """Returns the variants that a command plans, as `plan_fastest` takes them.
+    """Returns arguments of `plan_fastest`: a command's variants and argument numbers.
 
-    Without a mesh or a number of devices these are all meshes of one or two axes of all
-    devices. If none fits in memory, the step in several microbatches follows, if the
-    target takes microbatches.
+    Without a mesh or a number of devices, variants are all meshes of one or two axes of
+    all devices. ``leaner`` makes variants with several microbatches, if the target has
+    such an option.
 
     Raises:
         CfpError: the target, mesh, platform or number of devices is unknown, or the
@@ -75,8 +75,8 @@ def variants_of(ctx: typer.Context) -> dict[str, Any]:
         if given[option] and dimension not in chosen:
             flag = f"--{option.replace('_', '-')}"
             raise CfpError(
-                f"{flag} is for what --choose leaves out. Add {dimension} to --choose, "
-                f"or leave out {flag}."
+                f"{flag} needs a kind of choice that --choose leaves out. Add "
+                f"{dimension} to --choose, or leave out {flag}."
             )
     counts = _counts(given["microbatches"])
     shapes, every = shapes_of(given)
@@ -92,7 +92,7 @@ def variants_of(ctx: typer.Context) -> dict[str, Any]:
             static=given["static"] or (),
         )
 
-    # The targets first: to say that they do not exist takes no device.
+    # The targets first: unknown targets are reported without devices.
     targets = {count: find(count) for count in counts}
 
     def make(axes: platform.Axes | None) -> Mesh | DescribedMesh:
@@ -123,7 +123,7 @@ def variants_of(ctx: typer.Context) -> dict[str, Any]:
         for count in _MORE_MICROBATCHES:
             try:
                 target = find(count)
-            except CfpError:  # It takes none, or its batch is not divided by so many.
+            except CfpError:  # No such option, or `count` does not divide the batch.
                 continue
             yield from (vary(mesh, count, target) for mesh in meshes)
 
@@ -135,14 +135,14 @@ def variants_of(ctx: typer.Context) -> dict[str, Any]:
     }
 
 
-# Options that name variants, and what these are of.
+# Options that name variants, each with its kind of choice.
 _VARIED = {"mesh_shapes": Dimension.MESH, "microbatches": Dimension.MICROBATCHES}
-# Numbers of microbatches that are tried where nothing fits otherwise.
+# Numbers of microbatches to try if nothing fits otherwise.
 _MORE_MICROBATCHES = (2, 4, 8)
 
 
 def _cluster(given: dict[str, Any]) -> Cluster | None:
-    """Reads --for, if it was given."""
+    """Reads the cluster of --for; None without it."""
     text = given.get("described")
     if text is None and given.get("compile"):
         raise CfpError("--compile is for devices that --for describes. Leave it out.")
@@ -170,7 +170,7 @@ def _counts(text: str | None) -> list[int | None]:
 
 
 def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
-    """Returns the meshes to compare, and whether the search may choose among all."""
+    """Returns the named meshes, and True if all meshes of the devices are compared."""
     devices, mesh, texts = given["devices"], given["mesh"], given["mesh_shapes"] or []
     if mesh is not None and texts:
         raise CfpError("Give --mesh for one mesh or --mesh-shapes for more, not both.")
@@ -227,10 +227,10 @@ def plan(ctx: typer.Context, given: Any) -> Answer:
 
 
 def find(given: Any) -> Fastest:
-    """Runs all passes on the devices of this process.
+    """Plans on the devices of this process.
 
     Args:
-        given: the command's context; of it the params, the args and the obj.
+        given: the command's context, or an object with its params, args and obj.
     """
     options = given.params
     with Display(options["quiet"]) as display:
@@ -247,7 +247,7 @@ def find(given: Any) -> Fastest:
 
 
 def find_on_ray(ctx: typer.Context) -> Fastest:
-    """Runs all passes on the devices of a node of a Ray cluster."""
+    """Plans on the devices of a node of a Ray cluster."""
     options = ctx.params
     _cluster(options)
     shapes, _ = shapes_of(options)
@@ -266,7 +266,7 @@ def _find_there(
     folder: str,
     workdir: Path,
 ) -> Fastest:
-    # Where hosts share a file system, names of files mean the same there.
+    # On a shared file system, relative file names then mean the same.
     if os.path.isdir(folder):
         os.chdir(folder)
     given = SimpleNamespace(params=params | {"workdir": workdir}, args=args, obj=obj)
@@ -288,7 +288,7 @@ def export_profiles(given: Any) -> None:
 
 
 def import_profiles(given: Any) -> None:
-    """Adds measurements of other stores to those stored here."""
+    """Adds measurements of exported files to the store."""
     with ProfileStore(store_path(given.workdir)) as store:
         here = environment_parts(jax.devices())
         for file in given.imported:
@@ -301,7 +301,7 @@ def import_profiles(given: Any) -> None:
 
 
 def measure_curves(given: Any) -> Answer:
-    """Measures the rates of collectives over the axes of a mesh, or looks them up."""
+    """Returns rates of collectives over a mesh's axes, from the store or measured."""
     link, describe = given.link, given.describe
     check_writable(describe, "--describe")
     axes = platform.parse_mesh(given.devices, given.mesh)
@@ -478,7 +478,7 @@ def search_stored(
     """Searches stored measurements; only the race uses the devices.
 
     Raises:
-        CfpError: some measurements are missing.
+        CfpError: measurements are missing.
     """
     analysis = session.analysis
     stored_only = replace(settings, measure=False)
@@ -486,7 +486,7 @@ def search_stored(
     with open_context(mesh, workdir, budget_bytes, stored_only) as context:
         profiles = profile_segments(context, analysis)
         _check_complete(profiles)
-    # No other presets are measured where nothing fits.
+    # If nothing fits, no further presets are measured.
     profiles = replace(profiles, has_all_presets=True)
     with open_context(mesh, workdir, budget_bytes, settings) as context:
         solution = search_choices(context, analysis, profiles)
@@ -498,8 +498,8 @@ def _check_complete(profiles: Profiles) -> None:
     missing = [job for key, job in wanted.items() if key not in profiles.records]
     if missing:
         raise CfpError(
-            f"{len(missing)} of {len(wanted)} things to measure have not been "
-            f"measured, the first of them {missing[0].label!r}.\nRun the profile pass "
+            f"{len(missing)} of {len(wanted)} measurements are missing, first "
+            f"{missing[0].label!r}.\nRun the profile pass "
             "(cfp profile) first, with the same target, mesh, --quick, --per-kind, "
             "--pin and --workdir; or cfp plan, which does all (on virtual CPU devices "
             "with --measure)."

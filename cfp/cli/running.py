@@ -1,7 +1,4 @@
-"""`cfp run` and `cfp verify`: a step under a plan, run, checked and timed.
-
-The commands that read plans: show and export.
-"""
+"""The commands that use plans: run and verify steps; show and export plans."""
 
 from __future__ import annotations
 
@@ -123,7 +120,7 @@ def export(ctx: typer.Context, given: Any) -> None:
 
 
 def running_text(plan: Plan, path: Path) -> str:
-    """Python that runs an exported step on the leaves of its arguments."""
+    """Writes Python code that runs an exported step on its argument leaves."""
     names, sizes = [*zip(*plan.mesh_axes, strict=True)] or [("x",), (1,)]
     donated = [i for i, one in enumerate(plan.donated) if one]
     options = f", compiler_options={dict(plan.options)!r}" if plan.options else ""
@@ -142,8 +139,8 @@ results = step(*leaves)
 
 _FAILURES_SHOWN = 5
 _DRAWN = (
-    "The step ran on random numbers, in place of data: what it returns, such as a "
-    "loss, says nothing about training."
+    "The step ran on random numbers in place of data. Its results, such as a loss, "
+    "say nothing about training."
 )
 
 
@@ -211,11 +208,11 @@ def run(ctx: typer.Context, given: Any) -> Answer:
         )
     where = used.mesh_axes, used.environment, [*devices_mesh.devices.flat]
     if elsewhere := other_devices(*where):
-        elsewhere += ": results are the step's; times say nothing of the former."
+        elsewhere += ": results are the step's; times are not the planned devices'."
 
     def show() -> None:
         _print_trial(trial)
-        # A share of the rate is of devices that the plan is for.
+        # Throughput compares with the rates of the planned devices.
         rates = None if elsewhere else throughput(used, trial.median_ms)
         for text in filter(None, (rates, elsewhere)):
             print(text)
@@ -224,7 +221,7 @@ def run(ctx: typer.Context, given: Any) -> Answer:
 
 
 def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
-    """Makes plain data of a trial."""
+    """Collects a trial's results for JSON."""
     rates = throughput(plan, trial.median_ms)
     largest = [
         _finite({"path": one.path, "relative_l2": one.relative_l2})
@@ -261,7 +258,7 @@ def _finite(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_failures(trial: Trial) -> list[dict[str, Any]]:
-    """Lists the leaves that are further off than they may be, step by step."""
+    """Lists the leaves beyond their tolerance, by step."""
     return [
         {
             "step": number,
@@ -293,7 +290,7 @@ def _print_trial(trial: Trial) -> None:
 
 
 def check_text(trial: Trial) -> str:
-    """Formats the outcome of a check."""
+    """Describes the outcome of a check, in one or more lines."""
     return "\n".join(_check_lines(trial))
 
 
@@ -338,25 +335,25 @@ def _check_lines(trial: Trial) -> Iterator[str]:
         )
     if trial.preset == AS_WRITTEN:
         yield (
-            "The step's code names devices, and does not run on one: the plan's was "
-            "compared with the step as written on the same devices. The check is of "
-            "what cfp shards around that code; where that is nothing, both differ by 0."
+            "The step's code names several devices, and does not run on one. The plan "
+            "was compared with the step as written on the same devices, which checks "
+            "only the ops that cfp itself shards."
         )
     elif trial.preset:
         yield (
-            "The step has no room unsharded: the plan's was compared with the same "
-            f"step as written, sharded over the same devices by {trial.preset}."
+            "The unsharded step does not fit on one device. The plan was compared with "
+            f"the step as written, sharded over the same devices by {trial.preset}."
         )
     if off := trial.steps[-1].comparison.rounded:
         texts = (f"{trial.named(path)} by {far:.2g}" for path, far in off.items())
         yield (
-            "From the step without FP8 differ most, of state by its change: "
+            "Largest differences from the step without FP8 (state: of its change): "
             f"{', '.join(texts)}"
         )
 
 
 def _rounding_text(trial: Trial) -> str:
-    """Says in which runs it was found out what rounding does."""
+    """Names the run in which the effect of rounding was measured."""
     if trial.narrow:
         return "in the plan's kernels"
     if trial.preset == AS_WRITTEN:

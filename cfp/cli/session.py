@@ -25,14 +25,14 @@ from cfp.targets import Target, resolve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session(Analyzed):
-    """A target, analysed on devices that are there."""
+    """A target, analysed on a mesh of real devices."""
 
     target: Target
     mesh: Mesh
 
 
 def target_of(ctx: typer.Context, plan: Plan | None = None) -> tuple[Target, Mesh]:
-    """The target and the devices that a command was given; see `open_target`."""
+    """Returns the target and the mesh of a command's options; see `open_target`."""
     given = ctx.params
     return open_target(
         given["target"],
@@ -55,11 +55,13 @@ def open_target(
     static: Sequence[int] = (),
     plan: Plan | None = None,
 ) -> tuple[Target, Mesh]:
-    """Finds a target and its devices.
+    """Finds a target, and makes its mesh.
 
     Args:
-        axes, platform_name: of the devices, if given.
-        plan: default for mesh, platform and static arguments.
+        text: the target on the command line.
+        options: the target's options on the command line.
+        axes, platform_name: mesh axes and platform; None for the plan's or JAX's.
+        plan: default for axes, platform and static arguments.
 
     Raises:
         CfpError: the target, platform or number of devices is unknown, or the target
@@ -83,7 +85,7 @@ def open_target(
         static = static or known
     platform.select(platform_name, axes)
     leave_printing_to_process_0()
-    # The target first: to say that it does not exist takes no device.
+    # The target first: an unknown target is reported without devices.
     target = resolve(text, options, donate=donate, static=static)
     if not of_plan:
         return target, platform.make_asked_mesh(axes)
@@ -96,7 +98,7 @@ def analyse(
     """Traces and analyses a target.
 
     Args:
-        plan: of the step, with donated arguments and state in host memory.
+        plan: plan of the step, for donated arguments and state in host memory.
 
     Raises:
         CfpError: the step cannot be traced, or the pins or the plan do not fit.
@@ -120,7 +122,7 @@ def analyse(
 
 
 def open_session(ctx: typer.Context) -> Session:
-    """Traces and analyses the target that a command was given, with its pins.
+    """Traces and analyses the target of a command's options, with its pins.
 
     Raises:
         CfpError: as of :func:`target_of` and :func:`analyse`.
@@ -130,7 +132,7 @@ def open_session(ctx: typer.Context) -> Session:
 
 
 def dump_session(session: Session, workdir: Path | None) -> Path | None:
-    """Writes the analysis below the working folder, if there is one."""
+    """Writes the analysis below `workdir`; returns the folder, or None without one."""
     if workdir is None or is_follower():
         return None
     folder = workdir / GLOBAL_FOLDER
@@ -142,7 +144,7 @@ def dump_session(session: Session, workdir: Path | None) -> Path | None:
 
 
 def parse_pins(texts: Sequence[str] | None) -> dict[str, PartitionSpec]:
-    """Pins from ``PATTERN=None,x``; ``x+y`` shards one dim over two axes.
+    """Reads pins such as ``PATTERN=None,x``; ``x+y`` shards one dim over two axes.
 
     Raises:
         CfpError: a text is no pin.
@@ -164,7 +166,7 @@ def parse_pins(texts: Sequence[str] | None) -> dict[str, PartitionSpec]:
 
 
 def check_writable(path: Path | None, option: str = "-o") -> None:
-    """Says before anything is measured that the outcome could not be saved.
+    """Checks, before anything is measured, that the output file can be written.
 
     Raises:
         CfpError: the file cannot be written.
@@ -175,7 +177,7 @@ def check_writable(path: Path | None, option: str = "-o") -> None:
     if str(path).startswith("-"):
         problem = f"it looks like an option; a file of that name is ./{path}"
     elif path.is_dir():
-        problem = "is a folder"
+        problem = "it is a folder"
     elif there != path and not there.is_dir():
         problem = f"{there} is no folder"
     elif not os.access(there, os.W_OK):

@@ -1,12 +1,11 @@
-"""Runs a command that measures in a child process, and continues when that dies.
+"""Runs a measuring command in a child process, and starts another if the child dies.
 
-The child owns the devices, so that no second process uses them. It notes each build and
-run in the store (`cfp.profiling.tasks`), with a deadline. The parent ends a child
-past a deadline, records why a child died, and starts the next one, which continues from
-the store.
+Only the child uses the devices. It notes each build and run in the store
+(`cfp.profiling.tasks`), with a deadline. The parent kills a child past a deadline,
+records why the child died, and starts the next child, which continues from the store.
 
-The child is forked before JAX looks for devices: it imports nothing again, and does not
-read the command line twice.
+The child is forked before JAX looks for devices, so that it neither imports again nor
+reads the command line again.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 _SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOOK_SECONDS = 1.0
 _STOPPED_SECONDS = 3.0
-# Strategies do kill processes, but not one after another.
+# Number of crashes in a row, without a new measurement, that end the command.
 _MOST_IN_A_ROW = 10
 
 
@@ -40,24 +39,23 @@ class Supervision:
     """Permission to run a command in child processes.
 
     Attributes:
-        started: time of the permission. Later failures are not tried again, whatever
-            the options.
+        started: start of the command. ``--retry-failures`` retries only failures from
+            before this time.
     """
 
     started: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def enter(self, store_path: Path) -> None:
-        """Returns in a child, and only there.
+        """Forks, and returns in the child only; other systems than Linux do not fork.
 
-        The parent ends with the child's exit code. Where the kernel is not Linux
-        this process goes on by itself: a death is then found out the next time.
+        The parent supervises children, and exits with the last child's exit code.
 
         Args:
             store_path: the profile store that the command will use.
 
         Raises:
-            CfpError: in the parent: children died again and again.
-            KeyboardInterrupt: in the parent: the user insists.
+            CfpError: in the parent, if ten children died in a row without progress.
+            KeyboardInterrupt: in the parent, if the user interrupts twice.
         """
         if sys.platform != "linux":
             return
@@ -71,7 +69,7 @@ class Supervision:
                 os.close(theirs)
                 arguments = (ours, store_path)
                 threading.Thread(target=_die_with, args=arguments, daemon=True).start()
-                # What is overdue the parent sees, too, and does something about it.
+                # The parent itself handles overdue work.
                 logging.getLogger(tasks.__name__).setLevel(logging.ERROR)
                 signal.pthread_sigmask(signal.SIG_SETMASK, usual)
                 return
@@ -85,20 +83,20 @@ class Supervision:
             in_a_row = in_a_row + 1 if now == done else 1
             done = now
         raise CfpError(
-            f"{in_a_row} worker processes crashed in a row. See whether JAX runs "
-            "anything on these devices; then go on with --retry-failures."
+            f"{in_a_row} worker processes crashed in a row. Check that JAX runs on "
+            "these devices, then continue with --retry-failures."
         )
 
 
 def _attend(child: int, store: ProfileStore) -> int | None:
-    """Waits for a child's end; kills it if something hangs.
+    """Waits for a child's end; kills the child past a deadline.
 
     Returns:
-        The command's exit code; None if the child died of something that is on record
-        now, and another may start.
+        The command's exit code; None if the child died at recorded work, so that
+        another child may start.
 
     Raises:
-        KeyboardInterrupt: for the second time, while the child reacts to nothing.
+        KeyboardInterrupt: the user interrupted twice; the child is killed.
     """
     looked, is_overdue, stop = time.monotonic(), False, 0
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
@@ -109,12 +107,11 @@ def _attend(child: int, store: ProfileStore) -> int | None:
                 os.waitpid(child, 0)
                 forget(store, child)
                 raise KeyboardInterrupt
-            # A terminal has signalled the child already; the kernel's codes are above
-            # zero.
+            # A terminal's signal (code above zero) has reached the child, too.
             stop = event.si_signo
             if event.si_code <= 0:
                 os.kill(child, stop)
-        # If both were stopped, the child has not had its time.
+        # If both processes were stopped, the deadline does not count.
         was_stopped = time.monotonic() - looked > _STOPPED_SECONDS
         looked = time.monotonic()
         if not was_stopped and is_late(store, child):
@@ -129,25 +126,25 @@ def _attend(child: int, store: ProfileStore) -> int | None:
     cause = "crashed", f"the process ended {how}"
     is_unknown = is_overdue or -code in _SENT_BY_OTHERS
     if not settle(store, child, None if is_unknown else cause):
-        return exit_code  # It has tidied up: an end like any other.
-    if sys.stderr.isatty():  # Its live line is there yet, and no cursor.
+        return exit_code  # No work was in progress: an ordinary end.
+    if sys.stderr.isatty():  # Erases the child's live line, and shows the cursor.
         sys.stderr.write("\r\x1b[2K\x1b[?25h")
         sys.stderr.flush()
     if not is_asked():
         return None
-    # Of several processes a child would find the others at another point.
+    # Of several processes, a new child would be out of step with the others.
     why = "took too long" if is_overdue else f"exit code {exit_code}"
     print(
-        f"error: This process of several was ended: {why}. SIGABRT is how JAX ends a "
-        "process when another one, or the coordinator, is gone. See what the others "
-        "printed; then start all processes again: what was measured is kept.",
+        f"error: This process of several was ended: {why}. JAX ends a process by "
+        "SIGABRT if another process or the coordinator is gone. See the output of the "
+        "others, then start all processes again; measurements are kept.",
         file=sys.stderr,
     )
     return exit_code
 
 
 def _die_with(pipe: int, store_path: Path) -> None:
-    """Waits in the child for the parent's end, which closes the pipe."""
+    """Waits in the child until the parent's end closes the pipe, then ends it."""
     os.read(pipe, 1)
     with ProfileStore(store_path) as store:
         forget(store, os.getpid())

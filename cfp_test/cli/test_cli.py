@@ -203,7 +203,7 @@ def test_plan_prints_one_json_document(planned):
     assert outcome.err == "This is no JSON.\n"
 
 
-@pytest.mark.explained("Strategies have not been measured")
+@pytest.mark.explained("Measurements are missing")
 def test_show_and_search_know_what_was_found(planned, folder):
     _, path = planned
     common = [*ON_CPU, *FEW]
@@ -221,7 +221,7 @@ def test_show_and_search_know_what_was_found(planned, folder):
     assert "0 strategies measured" in searched.out
     assert "Race" not in searched.out
     assert missing.code == 2
-    assert "have not been measured" in missing.err
+    assert "measurements are missing" in missing.err
 
 
 def test_measurements_travel(planned, folder):

@@ -203,7 +203,7 @@ OPTIONS: Mapping[str, Option] = {
         "--for",
         metavar="CLUSTER",
     ),
-    "platform": Option(str, f"{_VIRTUAL}what JAX finds, if not given.", metavar="NAME"),
+    "platform": Option(str, f"{_VIRTUAL}by default JAX's choice.", metavar="NAME"),
     "memory_budget": Option(
         str,
         "Memory of one device that a plan may use, such as 80GiB; on GPUs 128 MiB of "
@@ -224,8 +224,8 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "donate": Option(
         list[int],
-        "Position of an argument that a function's step may overwrite, or several: "
-        "0,1, or the option again for each.",
+        "Positions of arguments that a function's step may overwrite: 0,1, or the "
+        "option again for each.",
         **_POSITIONS,
     ),
     "output": Option(
@@ -233,8 +233,8 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "static": Option(
         list[int],
-        "Position of an argument of a function's step that is no array, or several: "
-        "0,1, or the option again for each.",
+        "Positions of arguments of a function's step that are no arrays: 0,1, or the "
+        "option again for each.",
         under=VARIANTS,
         **_POSITIONS,
     ),
@@ -262,8 +262,8 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "workdir": Option(
         Path,
-        "Folder for profiles.sqlite and debug folders; the user's cache, and no debug "
-        "folders, if not given.",
+        "Folder for profiles.sqlite and debug folders; by default the user's cache, "
+        "without debug folders.",
         under=OUTPUT,
         metavar="DIR",
     ),
@@ -278,7 +278,7 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "quiet": Option(bool, "Show no progress.", "--quiet", "-q", under=OUTPUT),
 }
-PLANS_PLATFORM = Option(str, f"{_VIRTUAL}the plan's, if not given.", metavar="NAME")
+PLANS_PLATFORM = Option(str, f"{_VIRTUAL}by default the plan's.", metavar="NAME")
 
 # Coloured help on a terminal.
 MARKUP: Any = "rich" if sys.stdout.isatty() else None

@@ -178,8 +178,8 @@ def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
     shapes = [*dict.fromkeys(platform.parse_mesh(devices, text) for text in named)]
     if len({prod(size for _, size in axes or ()) for axes in shapes}) > 1:
         raise CfpError(
-            f"The mesh shapes {'; '.join(texts)} are not of equally many devices. "
-            "--mesh-shapes all with --devices N plans all of N devices."
+            f"The mesh shapes {'; '.join(texts)} have different numbers of devices. "
+            "Give shapes of one number, or --mesh-shapes all --devices N."
         )
     is_open = not (devices or mesh or texts or given["preset"])
     return shapes, _ALL in texts or is_open
@@ -313,8 +313,8 @@ def measure_curves(given: Any) -> Answer:
         devices_mesh = platform.make_mesh(axes)
         if devices_mesh.size == 1:
             raise CfpError(
-                "One device sends nothing. Give a mesh of two or more; "
-                "--devices 4 --platform cpu shows how it works."
+                "One device has no links to measure. Give a mesh of two or more, such "
+                "as --devices 4 --platform cpu for virtual devices."
             )
         rates = measure_rates(
             devices_mesh, store, MeasureOptions(progress=display.tell)
@@ -381,11 +381,10 @@ _CURVES = "Curves of links"
     ),
     imported=o.Option(
         list[Path],
-        "Add measurements that were exported elsewhere to those stored here; may be "
-        "given more than once. Of two measurements of the same thing the one that is "
-        "here stays, unless it is a failure and the other is not. A file with an error "
-        "in it adds nothing. Those of another kind of machine are kept apart: no plan "
-        "here uses them.",
+        "Add measurements of a file of --export to those stored here; may be given "
+        "more than once. A stored measurement stays, unless it failed and the file's "
+        "did not. A file with an error adds nothing. Measurements of another kind of "
+        "machine are kept apart, and no plan here uses them.",
         "--import",
         under=_INSTEAD,
         metavar="FILE",

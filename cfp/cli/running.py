@@ -106,7 +106,7 @@ def show(ctx: typer.Context, given: Any) -> Answer:
 def export(ctx: typer.Context, given: Any) -> None:
     """Write a step under a plan as jax.export does: it runs without cfp.
 
-    The file has the program with its shardings. What is printed runs it.
+    The file has the program with its shardings; the printed Python code runs it.
 
     Example: cfp export plan.json gpt --layers 4 -o step.jax
     """
@@ -154,14 +154,14 @@ _DRAWN = (
     steps=o.Option(int, "Number of steps to run.", default=10, min=1),
     check=o.Option(
         bool,
-        "Run the same steps on one device too, or, where it has no room, sharded by a "
-        "preset, or, where the step's code names several devices, as written on these, "
-        "and compare; exit code 1 if they differ.",
+        "Compare with the same steps on one device; exit code 1 if they differ. If one "
+        "device has no room, a preset shards them. If the step's code names several "
+        "devices, they run as written on these.",
     ),
     tolerance=o.Option(
         float,
-        "Relative L2 distance that passes a check: 1e-5 if not given, 1e-12 for steps "
-        "in float64, and 1e-2 with kernels that take less than float32.",
+        "Relative L2 distance that passes a check: by default 1e-5, 1e-12 for steps in "
+        "float64, and 1e-2 with kernels that take less than float32.",
     ),
     seed=o.Option(int, "Seed of random arguments.", default=0),
 )
@@ -370,7 +370,7 @@ def _rounding_text(trial: Trial) -> str:
 def verify(ctx: typer.Context, given: Any) -> Answer:
     """Time a plan on its devices, with the presets.
 
-    Says how far the prediction was off. The fastest is written with -o, measured.
+    Prints the prediction's error. -o saves the fastest plan, with its measured time.
 
     Example: cfp verify plan.json gpt --layers 4 -o measured.json
     """

@@ -120,4 +120,4 @@ def test_one_cpu_is_planned_for_where_it_is_asked_for(tmp_path):
     )
     assert alone.code == curves.code == 2
     assert "one device, a CPU" in alone.err and "--devices 4" in alone.err
-    assert "One device sends nothing" in curves.err
+    assert "One device has no links to measure" in curves.err

@@ -125,7 +125,7 @@ def test_what_fits_otherwise_is_on_the_devices(mesh, tmp_path):
 
 
 def test_all_of_it_is_kept_there_where_less_does_not_do(mesh, tmp_path):
-    with pytest.raises(cfp.MemoryBudgetError, match="state in the memory of the host"):
+    with pytest.raises(cfp.MemoryBudgetError, match="state in host memory"):
         planned(mesh, tmp_path, MIB)
 
 

@@ -285,7 +285,7 @@ def test_other_donation_than_the_plans_is_refused(folder):
     assert (made.code, same.code) == (0, 0), made.err + same.err
     for other in others:
         assert other.code == 2, other
-        assert "The plan donates weights, and is asked to" in other.err
+        assert "The plan donates weights, and donate_argnums" in other.err
         assert "Leave out donate_argnums (--donate)" in other.err
 
 

@@ -1,15 +1,14 @@
-"""Makes parts of programs programs of their own, and evaluates constants.
+"""Lowers parts of programs by themselves, and evaluates constants.
 
-A part's ops are cloned into the body of a stand-in function of its types. The part
-compiles with a stock jaxlib, and donation, pytrees and arrays of several processes work
-as for any jitted function. Types of a whole step come from JAX: in StableHLO keys of
-random numbers are integers, and weak types are absent. A plan builds the same few parts
-under many shardings. So each is cut out once: walking all of a program takes 0.37 s for
-a layer of 48.
+A part's ops are cloned into the body of a placeholder function with the part's types,
+lowered by JAX. So donation, pytrees and arrays of several processes work as for any
+jitted function. A whole step has JAX's own types: StableHLO has integers for random
+keys, and no weak types. Each part is cut out once, and built under many shardings:
+walking a whole program takes 0.37 s for one layer of 48.
 
-A mask that is made of iotas and constants is the same in every step. Its values are
-computed as the program computes them: integers wrap, bfloat16 rounds. Arrays have one
-entry along dims in which they do not vary.
+A mask made of iotas and constants is the same in every step. NumPy computes it as XLA
+would: integers wrap, bfloat16 rounds. Its arrays have one entry along dims in which
+they do not vary.
 """
 
 from __future__ import annotations
@@ -39,12 +38,13 @@ from cfp.program.replace import erase_unread
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some ops of a program, as a program of their own.
+    """A set of a program's ops that is compiled by itself.
 
     Attributes:
         ops: ids of top-level ops, in program order, constants included.
-        outputs: ids of the values with other readers.
-        instead: (id, id) pairs: replacements of operands that no op of the part makes.
+        inputs: ids of values that the ops read and do not make.
+        outputs: ids of values that other ops of the program read.
+        instead: (operand's id, id of the value that replaces it) pairs.
     """
 
     ops: tuple[int, ...]
@@ -53,19 +53,18 @@ class Part:
     instead: tuple[tuple[int, int], ...] = ()
 
     def is_whole(self, program: Program) -> bool:
-        """True of a part that takes and gives all that a program does, in its order."""
+        """True if inputs and outputs are the program's, in order."""
         return (self.inputs, self.outputs) == (program.args, program.outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """A part's ops and values, numbered from its own start.
+    """New ids for a part's ops and values, from 0.
 
     Attributes:
-        digest: the same for parts of any programs that have the same structure, as
-            `cfp.program.read` has it.
-        values: the new ids of values, by their ids in the program.
-        ops: the same of ops.
+        digest: equal for parts of equal structure, of any programs.
+        values: {value id in the program: id in the part}.
+        ops: {op id in the program: id in the part}.
     """
 
     digest: str
@@ -73,7 +72,7 @@ class Numbered:
     ops: Mapping[int, int]
 
     def translated(self, constraints: Constraints) -> Constraints:
-        """Translates constraints on the whole program into constraints on this part."""
+        """Returns the constraints on this part, in its ids."""
         return Constraints(
             {
                 self.values[v]: spec
@@ -103,7 +102,7 @@ class Numbered:
 
 @searched_once
 def numbered(program: Program, part: Part) -> Numbered:
-    """Numbers what a part is made of."""
+    """Numbers a part's ops and values."""
     values: dict[int, int] = {v: i for i, v in enumerate(part.inputs)}
     digest = hashlib.sha256()
     ops: dict[int, int] = {}
@@ -120,15 +119,14 @@ def numbered(program: Program, part: Part) -> Numbered:
 
 
 def cut_part(program: Program, wanted: Sequence[int]) -> Part:
-    """Completes a set of top-level ops with the constants that it needs."""
+    """Returns the part of top-level ops, with the constants that they need."""
     return _cut(program, tuple(wanted))
 
 
 def whole(program: Program) -> Part:
-    """All of a program, as a part.
+    """Returns the part of all ops, with the step's arguments and results.
 
-    Its inputs and outputs are those of the step, in their order: arguments that nothing
-    reads, results that are arguments, and results that stand there twice.
+    These include unread arguments, returned arguments, and repeated results.
     """
     top = tuple(op.id for op in program.ops if op.parent < 0)
     return Part(top, program.args, program.outputs)
@@ -169,19 +167,20 @@ def lower_part(
     out_specs: Sequence[Spec],
     donated: Sequence[int] = (),
 ) -> jax.stages.Lowered:
-    """Makes a part of a program ready to compile by itself.
+    """Lowers a part of a program with constraints, ready to compile.
 
-    Calls of the host are left out, and return zero. Values in host memory are on the
-    devices in a part.
+    Host callbacks are removed, and return zeros. All values are in device memory,
+    except in a whole program.
 
     Args:
-        constraints: shardings, by the program's value and op ids.
+        constraints: in the program's value and op ids.
+        in_specs, out_specs: shardings of the part's inputs and outputs.
         donated: positions of inputs whose memory the part may overwrite.
     """
     types = signature(program, part)
     lowered = types.lower(*types.shardings(mesh, in_specs, out_specs), donated)
     module = shardy.stablehlo(lowered)
-    with _CUTTING:  # Once, since it is built under many shardings.
+    with _CUTTING:  # Threads share the result.
         cut = _excerpt(program, part)
     with module.context, ir.Location.unknown():
         source = ir.Module.parse(cut.text)
@@ -196,7 +195,7 @@ def lower_part(
             if shardy.calls_host(op):
                 _silence(op)
             elif shardy.moves_to_memory(op) and not part.is_whole(program):
-                # A part takes and gives everything in the device's memory.
+                # Inputs and outputs of a part are in device memory.
                 shardy.forward(op, [op.operands[0]])
         module.operation.attributes["sym_name"] = ir.StringAttr.get(program.name)
     return lowered
@@ -207,7 +206,7 @@ _CUTTING = Lock()
 
 @searched_once
 def _excerpt(program: Program, part: Part) -> Program:
-    """The part as a program in its own numbers, so that builds see nothing else."""
+    """Returns the part as a program with its own ids."""
     numbers = numbered(program, part)
     values, ops = numbers.values, numbers.ops
     read = {**values, **{v: values[other] for v, other in part.instead}}
@@ -251,7 +250,11 @@ def _excerpt(program: Program, part: Part) -> Program:
 def cut_out(
     program: Program, part: Part, shardings: Sequence[NamedSharding] = ()
 ) -> jax.stages.Lowered:
-    """Lowers a part as a function of its inputs, without constraints inside."""
+    """Lowers a part as a function of its inputs, without constraints.
+
+    Args:
+        shardings: of the inputs; () leaves them open.
+    """
     lowered = signature(program, part).lower(shardings)
     module = shardy.stablehlo(lowered)
     with module.context, ir.Location.unknown():
@@ -267,7 +270,7 @@ def cut_out(
 
 
 def _silence(call: ir.Operation) -> None:
-    """Replaces a call of the host by zeros: only a whole step has its functions."""
+    """Replaces a host callback by zeros: parts do not have the user's functions."""
     with ir.InsertionPoint(call):
         zeros = [shardy.zeros(result.type) for result in call.results]
     shardy.forward(call, zeros)
@@ -278,11 +281,11 @@ Avals = tuple[jax.ShapeDtypeStruct, ...]
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Types of a program's inputs and outputs, in their order.
+    """Types of inputs and outputs, in order.
 
     Attributes:
-        memory: of the inputs and of the outputs, the memory of the host that each is
-            in, or ""; empty if none is.
+        memory: kinds of host memory of the inputs and of the outputs, "" for device
+            memory; two empty tuples if all are in device memory.
     """
 
     inputs: Avals
@@ -292,7 +295,7 @@ class Signature:
     def shardings(
         self, mesh: Mesh, in_specs: Sequence[Spec], out_specs: Sequence[Spec]
     ) -> tuple[tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
-        """Specs as shardings of the inputs, and of the outputs."""
+        """Returns the shardings of inputs and of outputs, with their memory."""
         ins, outs = self.memory
         return (
             in_memory(shardings(mesh, in_specs, self.inputs), ins),
@@ -305,10 +308,10 @@ class Signature:
         out_shardings: Sequence[NamedSharding] | None = None,
         donate_argnums: Sequence[int] = (),
     ) -> jax.stages.Lowered:
-        """Lowers a function of these types, whose body is to be replaced."""
+        """Lowers a placeholder of these types, whose body is replaced later."""
 
         def placeholder(*inputs: jax.Array) -> tuple[jax.Array, ...]:
-            # One zero for each type: tracing hundreds takes longer than the rest.
+            # Results of a type share a zero: tracing hundreds is slow.
             zeros = {one: _zero(one) for one in dict.fromkeys(self.outputs)}
             return tuple(zeros[one] for one in self.outputs)
 
@@ -326,13 +329,13 @@ class Signature:
 
 
 def aval(program: Program, value: int) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a value as JAX writes them."""
+    """Returns a value's shape and dtype as JAX's type."""
     record = program.values[value]
     return jax.ShapeDtypeStruct(record.shape, numpy_dtype(record.dtype))
 
 
 def signature(program: Program, part: Part) -> Signature:
-    """Types of a part's inputs and outputs; of a whole program those of its step."""
+    """Returns types of a part's inputs and outputs; JAX's own for a whole program."""
     if part.is_whole(program) and program.arg_avals:
         memory = (program.arg_memory, program.output_memory)
         return Signature(program.arg_avals, program.output_avals, memory)
@@ -345,10 +348,7 @@ def signature(program: Program, part: Part) -> Signature:
 def shardings(
     mesh: Mesh, specs: Sequence[Spec], avals: Sequence[Any]
 ) -> tuple[NamedSharding, ...]:
-    """Specs as shardings of values of these types.
-
-    Inside of a program keys of random numbers have dims that JAX does not show.
-    """
+    """Converts specs to shardings; a random key's has one dim more than its type."""
     return tuple(
         NamedSharding(mesh, partition_spec(spec, len(one.shape)))
         for spec, one in zip(specs, avals, strict=True)
@@ -365,12 +365,12 @@ def _zero(one: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def is_key(dtype: Any) -> bool:
-    """True of the types of random keys."""
+    """True for dtypes of random keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def key_name(dtype: Any) -> str:
-    """The name, or what else JAX knows it by, of the kind of a key's type."""
+    """Returns the PRNG implementation of a key's dtype: its name, or JAX's object."""
     found = []
 
     def look() -> jax.Array:
@@ -413,14 +413,14 @@ COMPARE: Mapping[str, Callable[..., Any]] = {
 
 
 class NotConstant(Exception):
-    """A value is not evaluated: an op, or its size, is in the way."""
+    """The value depends on an argument, an unsupported op, or is too large."""
 
 
 class Constants:
-    """Values of one program that depend on no argument."""
+    """Evaluates values of one program that depend on no argument."""
 
     def __init__(self, program: Program) -> None:
-        """Parses the program's module, which is kept."""
+        """Parses the program's module."""
         self._program = program
         self._module = shardy.parsed(program.text)
         self._ops = shardy.program_ops(shardy.main_function(self._module))
@@ -432,15 +432,14 @@ class Constants:
         stands: Callable[[int], int],
         given: Mapping[int, np.ndarray] = _NOTHING,
     ) -> np.ndarray:
-        """All of a value, with one entry along dims in which it does not vary.
+        """Returns a value's array, with size 1 along dims in which it does not vary.
 
         Args:
-            stands: the value that another one is the same as.
-            given: some values, by which others are computed.
+            stands: maps a value id to that of an equal value, or to itself.
+            given: {value id: array} of further known values.
 
         Raises:
-            NotConstant: it depends on an argument that is not given, or an op is not
-                known.
+            NotConstant: the value cannot be computed.
         """
         known = dict(given) if given else self._known
         stack = [wanted := stands(v)]
@@ -526,7 +525,7 @@ class Constants:
 
 
 def _divided(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Divides integers towards zero, as XLA does."""
+    """Divides integers, rounding towards zero as XLA does."""
     if not y.all():
         raise NotConstant("a division by zero")
     quotient = np.floor_divide(x, y)
@@ -534,7 +533,7 @@ def _divided(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _converted(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Converts as XLA does; numbers beyond an integer's range are refused."""
+    """Converts as XLA does; raises NotConstant beyond an integer type's range."""
     if dtype.kind == "b":
         return x != 0
     if dtype.kind in "iu" and x.dtype.kind not in "iub":

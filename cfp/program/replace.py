@@ -1,30 +1,27 @@
-"""Puts other functions in the place of ops, and rewrites slow scatters.
+"""Replaces ops by functions (kernels), and rewrites slow scatters.
 
-A :class:`Replacement` names values of a program by what reads and makes them, and has
-functions that compute the same. JAX lowers these (with `jax.shard_map` over the mesh
-where they are to run on each device by themselves), and their ops, calls, and manual
-computations take the place of what computed the values before, which nothing reads any
-more. `cfp.kernels.kinds` has the protocol of what proposes replacements. Functions are
-hashable, and their ``repr`` tells what they compute, since measurements are remembered
-by it: the library's version is in it, if results or times depend on one.
+A :class:`Replacement` has functions that compute some values of a program. JAX lowers
+them, with `jax.shard_map` if each device runs them by itself. Readers of the old values
+then read the functions' results. `cfp.kernels.kinds` has the protocol of proposals.
+Functions are hashable. Measurements are stored under their ``repr``, which includes a
+library's version if results or times depend on it.
 
-A stage reads *uses*, (op id, operand index): it takes what that op takes there, behind
-its sharding constraints, and rematerialized where that is. It makes values, which come
-first among its function's results. Other results pass to the next stage, behind what
-that reads: residuals of a forward stage. A backward stage in another loop than its
-forward stage gets none: it is a replacement of its own, which computes that again. All
-reads of a stage are made before its first result, in one body (`is_in_order`).
+A replacement has *stages*, such as forward and backward. A stage reads *uses*, (op id,
+operand index): the value that the op reads there, constrained and perhaps
+rematerialized. Its function returns the values that it makes, then residuals, which are
+further arguments of the next stage. A backward stage in another loop is a replacement
+of its own, without residuals. All reads of a stage are made before its first result, in
+one body (`is_in_order`).
 
 Two kinds of scatters, the gradients of most models' first and last layers, are slow on
 GPUs:
 
-- *Rows of a table.* A GPU has no atomic sum of 16 bits, and tries each one until no
-  other came between. Many rows that go into one are added up in float32 instead, and
-  rounded once: 12,288 tokens of 2 types took 43 ms on an H200, and 0.2 ms in float32
-  (``docs/results/scatters.md``).
-- *One word of each token*, as of a cross-entropy's logit. A scatter has a buffer of its
-  own, sharded like any lookup. A comparison that selects the word is fused into what
-  reads it, and the numbers are the same.
+- *Rows of a table.* GPUs have no atomic 16-bit sum, and retry it after conflicts. Sums
+  of many rows into one use float32 instead, and round once: 12,288 tokens of 2 types
+  took 43 ms on an H200, and 0.2 ms in float32 (``docs/results/scatters.md``).
+- *One word of each token*, as in a cross-entropy's gradient. A scatter needs a buffer,
+  sharded like any lookup. A comparison that selects the word gives equal numbers, and
+  is fused into its reader.
 """
 
 from __future__ import annotations
@@ -58,16 +55,17 @@ _Site = TypeVar("_Site")
 
 
 class Different(Exception):
-    """The reason why something that looks like what may be replaced stays."""
+    """Raised with the reason why a candidate for replacement does not qualify."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeftAlone:
-    """Something that looks like what may be replaced, and why it stays.
+    """A candidate for replacement that does not qualify.
 
     Attributes:
-        op: id of the op that it is known by.
-        source: the line that it is from.
+        op: id of the candidate's main op.
+        source: ``path:line`` of the user's code, or "".
+        reason: why it does not qualify.
     """
 
     op: int
@@ -77,19 +75,19 @@ class LeftAlone:
 
 @dataclass(frozen=True, slots=True)
 class Sites(Generic[_Site]):
-    """Parts of a program that may be replaced, by op, and what only looks like them."""
+    """Replaceable sites of a program, by op id, and candidates that do not qualify."""
 
     found: Mapping[int, _Site]
     left_alone: tuple[LeftAlone, ...] = ()
 
     def among(self, program: Program, ops: Collection[int]) -> list[_Site]:
-        """Selects the sites that some top-level ops compute."""
+        """Returns the sites that some top-level ops compute."""
         inside = set(ops)
         found = self.found.items()
         return [one for op, one in found if program.top_level(op) in inside]
 
     def reason(self, op: int) -> str:
-        """Returns the reason why an op's value may not be replaced."""
+        """Returns why an op's value is not replaceable."""
         reasons = {one.op: one.reason for one in self.left_alone}
         return reasons.get(op, "there is none")
 
@@ -99,32 +97,32 @@ class Functions(Protocol):
 
     @property
     def how(self) -> tuple[str, ...]:
-        """Returns the record for a plan; the rest follows from the program."""
+        """Text by which a plan's file records the functions."""
         ...
 
     def stages(self, mesh: Mesh) -> Sequence[Function]:
-        """A function for each stage, of arrays, that returns a sequence of arrays.
+        """Returns a function for each stage, from arrays to a sequence of arrays.
 
         Args:
-            mesh: all devices; arrays have their whole shapes.
+            mesh: mesh of all devices; the arrays have whole shapes.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A plan file's record of functions, which are found again in the program."""
+    """A plan file's record of functions, until they are found again in the program."""
 
     how: tuple[str, ...]
 
     def stages(self, mesh: Mesh) -> Sequence[Function]:
-        """None: see `cfp.plan.execute`."""
-        raise AssertionError("it is found again before it is lowered")
+        """Raises AssertionError; see `cfp.plan.execute`."""
+        raise AssertionError("recorded functions are found again before lowering")
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Inputs and outputs of one function."""
+    """Uses that one function reads, and ids of values that it makes."""
 
     reads: tuple[Use, ...]
     makes: tuple[int, ...]
@@ -132,11 +130,12 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """Functions in the place of ops.
+    """Functions that replace ops.
 
     Attributes:
-        op: id of an op that tells it from others of that name.
-        stages: what the functions take and make, in the program's order.
+        name: name of the kernel.
+        op: id of an op that distinguishes replacements of one name.
+        stages: inputs and outputs of the functions, in the program's order.
     """
 
     name: str
@@ -147,7 +146,7 @@ class Replacement:
     def translated(
         self, values: Mapping[int, int], ops: Mapping[int, int]
     ) -> Replacement | None:
-        """Returns the replacement with other numbers; None if a number is missing."""
+        """Returns the replacement in other ids; None if an id has no translation."""
         used = {op for stage in self.stages for op, _ in stage.reads} | {self.op}
         made = {v for stage in self.stages for v in stage.makes}
         if not used <= ops.keys() or not made <= values.keys():
@@ -179,16 +178,15 @@ _Instance = Sequence[ir.Operation] | Mapping[int, ir.Operation]  # of ops, by id
 
 @dataclass(frozen=True)
 class Replacer:
-    """Replaces ops by functions, in place.
+    """Replaces ops of a module by functions.
 
-    The ops stay, so that their numbers stay valid; `erase_unread` removes them.
+    The ops stay unread, so that their ids stay valid; `erase_unread` removes them.
 
     Attributes:
-        module: a module with the program's ops, its constraints, and rematerialized
-            ops.
+        module: module with the program's ops, constraints, and rematerialized ops.
         ops: the program's ops, by id.
-        clones: the rematerialized ones, by the ids of their originals.
-        mesh_name: the symbol of the mesh in the module.
+        clones: {id of an op: its rematerialized clone}.
+        mesh_name: symbol of the mesh in the module.
     """
 
     module: ir.Module
@@ -199,19 +197,19 @@ class Replacer:
     mesh_name: str
 
     def replace(self, one: Replacement) -> None:
-        """Puts the functions in the place of the ops and of their clones."""
+        """Replaces a replacement's ops, and their clones, by the functions."""
         if not one.stages:
-            raise AssertionError(f"{one.name} is of a file, and was not found again")
+            raise AssertionError(f"recorded kernel {one.name} was not found again")
         kept: list[ir.Value] = []
-        again: list[ir.Value] = []  # residuals that are rematerialized
-        latest: ir.Operation | None = None  # the op behind those
+        again: list[ir.Value] = []  # Rematerialized residuals.
+        latest: ir.Operation | None = None  # The op behind them.
         for number, stage in enumerate(one.stages):
             makers = [self.program.values[v].producer for v in stage.makes]
             used = {*makers, *(op for op, _ in stage.reads)}
             is_cloned, first = used <= self.clones.keys(), min(makers)
             if latest is None:
                 again = kept
-            # Backward stages read what is rematerialized, forward ones the originals.
+            # Backward stages read rematerialized residuals, forward ones the originals.
             elif not is_cloned and _is_behind(self.ops[first], latest):
                 kept = again
             kept = self._put(one, number, self.ops, kept)
@@ -227,7 +225,7 @@ class Replacer:
         instance: _Instance,
         kept: Sequence[ir.Value],
     ) -> list[ir.Value]:
-        """Puts a stage's ops before the first they stand for; returns residuals."""
+        """Inserts a stage before the first op it replaces; returns the residuals."""
         stage = one.stages[number]
         reads = [*(instance[op].operands[index] for op, index in stage.reads), *kept]
         types = tuple(_aval(value.type) for value in reads)
@@ -246,7 +244,7 @@ class Replacer:
 
 
 def _is_behind(op: ir.Operation, other: ir.Operation) -> bool:
-    """True if an op stands behind another one in the block of both."""
+    """True if two ops are in one block, the other one first."""
     if op.parent is None or op.parent != other.parent:
         return False
     regions = op.parent.operation.regions
@@ -265,7 +263,7 @@ def _lowered(
     mesh: Mesh,
     mesh_name: str,
 ) -> str:
-    """The module of a stage's function, as text; names of its functions are unique."""
+    """Returns the text of a stage's module, with unique names of its functions."""
     function = functions.stages(mesh)[number]
     platform = mesh.devices.flat[0].platform
     traced = jax.jit(function, keep_unused=True).trace(*types)
@@ -273,12 +271,12 @@ def _lowered(
         lowering_platforms=("cuda" if platform == "gpu" else platform,)
     )
     module = shardy.stablehlo(lowered)
-    # What is whole may be so on a mesh of no axes: it is on the other as well.
+    # Replicated values may have a mesh without axes, which the other mesh replaces.
     lines = [line for line in str(module).split("\n") if not _EMPTY_MESH.match(line)]
-    # Newer JAX has a mesh once as devices and once as shapes: to a program one.
+    # Newer JAX has a mesh twice, with devices and without.
     meshes = [number for number, line in enumerate(lines) if _MESH.match(line)]
     if len({_MESH.sub("", lines[number]) for number in meshes}) > 1:
-        raise AssertionError("a stage is spread over the devices of one mesh")
+        raise AssertionError("a stage has more than one mesh")
     text = "\n".join(line for n, line in enumerate(lines) if n not in meshes[1:])
     known = [op for op in module.body.operations if op.operation.name == "sdy.mesh"]
     names = {shardy.symbol_name(op.operation): mesh_name for op in known}
@@ -300,11 +298,11 @@ def _aval(kind: ir.Type) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tensor.shape, numpy_dtype(str(tensor.element_type)))
 
 
-# ------------------------------------------------------------------- what is left over
+# ------------------------------------------------------------------------ unread ops
 
 
 def erase_unread(module: ir.Module) -> None:
-    """Takes away ops of the program whose results nothing reads, loops excepted."""
+    """Removes ops without effects whose results nothing reads, except loops."""
     for op in reversed(shardy.program_ops(shardy.main_function(module))):
         is_pure = op.name.startswith(("stablehlo.", "chlo.", _CONSTRAINT))
         if not is_pure or op.name.endswith(_STAY) or op.name in shardy.REGION_OPS:
@@ -319,7 +317,8 @@ def erase_unread(module: ir.Module) -> None:
 
 _SCATTER = "stablehlo.scatter"
 _NARROW = ("bf16", "f16")
-# Updates of a place. A mixture of experts puts back as many as a token has experts.
+# Updates per place from which sums use float32. A mixture of experts adds to a token's
+# place once for each of the token's experts.
 _MANY = 8
 
 
@@ -327,7 +326,7 @@ def rewrite_scatters(module: ir.Module) -> int:
     """Rewrites scatters of a normalised module that are slow on GPUs, in place.
 
     Returns:
-        How many of them add up in float32 what they added up in 16 bits.
+        The number of scatters whose 16-bit sums are in float32 now.
     """
     function = shardy.main_function(module)
     tables = {tuple(one.type.shape) for one in shardy.main_block(module).arguments}
@@ -338,11 +337,11 @@ def rewrite_scatters(module: ir.Module) -> int:
 
 
 def add_up_in_float32(op: ir.Operation, tables: Collection[tuple[int, ...]]) -> bool:
-    """Rewrites a scatter, in place, if it sums many 16-bit rows into the same row.
+    """Rewrites a scatter, in place, if it may sum many 16-bit rows into one row.
 
-    Many rows meet if there are many more of them than rows of the result. Many may meet
-    in the gradient of a table, as tokens repeat. Other sums stay: tokens that are put
-    back in order rarely meet, and devices would send twice as much.
+    It does if there are many more updates than rows in the result, or if the result has
+    an argument's shape: in a table's gradient, tokens repeat. Other sums stay: tokens
+    that are put back in order rarely meet, and devices would send twice as much.
 
     Args:
         tables: shapes of the program's arguments.
@@ -352,7 +351,7 @@ def add_up_in_float32(op: ir.Operation, tables: Collection[tuple[int, ...]]) -> 
     """
     if str(op.results[0].type.element_type) not in _NARROW:
         return False
-    unique = "unique_indices"  # Programs from elsewhere may not say.
+    unique = "unique_indices"  # Optional.
     is_unique = unique in op.attributes and ir.BoolAttr(op.attributes[unique]).value
     if is_unique or not _adds_to_zeros(op):
         return False
@@ -373,10 +372,10 @@ def add_up_in_float32(op: ir.Operation, tables: Collection[tuple[int, ...]]) -> 
 
 
 def select_words(op: ir.Operation) -> bool:
-    """Rewrites a scatter, in place, if it puts one word of each token among zeros.
+    """Rewrites a scatter, in place, if it writes one word of each token into zeros.
 
     Returns:
-        Whether it was rewritten.
+        True if it was rewritten.
     """
     if not _picks_words(op):
         return False
@@ -396,7 +395,7 @@ def select_words(op: ir.Operation) -> bool:
 
 
 def _many_meet(op: ir.Operation) -> bool:
-    """True if there are many more updates than places."""
+    """True if a scatter has many more updates than places."""
     updates = op.operands[2].type.shape
     window = prod(updates[dim] for dim in _dims(op).update_window_dims)
     places = prod(op.results[0].type.shape) / max(1, window)
@@ -404,7 +403,7 @@ def _many_meet(op: ir.Operation) -> bool:
 
 
 def _picks_words(op: ir.Operation) -> bool:
-    """True if all dims but the last are of tokens, and each token has one word."""
+    """True if a scatter writes one word (last dim) of each token (other dims)."""
     if len(op.results[0].type.shape) < 2 or not _adds_to_zeros(op):
         return False
     _, places, updates = op.operands
@@ -421,7 +420,7 @@ def _picks_words(op: ir.Operation) -> bool:
 
 
 def _adds_to_zeros(op: ir.Operation) -> bool:
-    """True if a scatter of one array adds its updates to zeros that are floats."""
+    """True if a scatter of one array adds its updates to float zeros."""
     element = ir.RankedTensorType(op.results[0].type).element_type
     if len(op.operands) != 3 or not isinstance(element, ir.FloatType):
         return False
@@ -436,7 +435,7 @@ def _dims(op: ir.Operation) -> stablehlo.ScatterDimensionNumbers:
 
 
 def _is_zero(value: ir.Value) -> bool:
-    """True if all of a value's numbers, floats, are 0."""
+    """True if a value is a float constant 0, or broadcast from one."""
     maker = shardy.owner_of(value)
     while maker is not None and maker.name == "stablehlo.broadcast_in_dim":
         maker = shardy.owner_of(maker.operands[0])
@@ -447,13 +446,13 @@ def _is_zero(value: ir.Value) -> bool:
 
 
 def _most_counted(places: ir.Value) -> int:
-    """Counts the words that the type of places has numbers for, 0 included."""
+    """Returns the number of non-negative integers of the indices' type."""
     kind = ir.IntegerType(ir.RankedTensorType(places.type).element_type)
     return 2 ** (kind.width if kind.is_unsigned else kind.width - 1)
 
 
 def _spread(value: ir.Value, tokens: list[int], shape: list[int]) -> ir.Value:
-    """A number of each token, along the words of all of them."""
+    """Broadcasts a number of each token along the words."""
     element = ir.RankedTensorType(value.type).element_type
     one = stablehlo.reshape(ir.RankedTensorType.get(tokens, element), value)
     dims = ir.DenseI64ArrayAttr.get(range(len(tokens)))

@@ -1,11 +1,11 @@
 """Widens a program to float32: the same ops with wider types.
 
-Two ways of computing a program compare only in arithmetic in which both agree. In
-bfloat16 no two orders of summation do, and optimizers, which divide numbers by their
-own size, make a whole step of the difference. So types become wider, and ops, their
-order, shardings and collectives stay.
+A plan's results are compared with another program's in float32. In bfloat16 orders of
+summation differ too much, and optimizers that divide numbers by their size amplify the
+difference. Widening changes types only: ops, their order, shardings and collectives
+stay.
 
-The ops that a replacement takes the place of are a program of their own, too.
+:class:`Written` has the ops that a kernel replaces, so that both can be compared.
 """
 
 from __future__ import annotations
@@ -30,19 +30,17 @@ from cfp.program.replace import Replacement
 from cfp.program.step import FlatStep
 from cfp.program.trace import Lowering, lower_step
 
-# An element type, also at the end of a shape.
+# Narrow element types, by themselves or after a shape.
 _NARROW = re.compile(r"(?:\b|\dx)(bf16|f16|f8E\w+|f6E\w+|f4E\w+)\b")
-# Types of arrays, as they stand in tensor<8x4xf32> and complex<f32>.
+# Element types in tensor<8x4xf32> and complex<f32>.
 _DOUBLE = re.compile(r"[<x]f64>")
 _SINGLE = re.compile(r"[<x](?:f32|bf16|f16|f8E\w+|f6E\w+|f4E\w+)>")
 
-# What these make is exact, and fixed by more than types: by bits, or by how a number is
-# written.
+# Exact ops, whose results depend on bits or on the text of a number.
 _EXACT = ("bitcast_convert", "constant")
-# What these compute is fixed by code outside of the program, or by a function that
-# others call, too.
+# Ops whose types are fixed: external code and shared functions have them.
 _FIXED = ("custom_call", "composite", *_EXACT)
-# What a call returns or reads as one value; its parts have the types that it has.
+# Ops on the tuples of custom calls; elements have the calls' types.
 _TUPLES = ("tuple", "get_tuple_element")
 _MANTISSA_BITS = 23  # of a float32
 _PRODUCTS = ("dot_general", "dot", "convolution", "ragged_dot")
@@ -50,13 +48,14 @@ _PRODUCTS = ("dot_general", "dot", "convolution", "ragged_dot")
 
 @dataclass(frozen=True, slots=True)
 class Widened:
-    """A lowered step that computes in float32 what it computed in less.
+    """A lowered step with float32 in place of narrower floats.
 
     Attributes:
-        step: the same on wider arguments; its results are wider, too.
-        narrow: what still computes in less.
-        double: whether it computes in float64 throughout.
-        unchanged: whether it is the same program.
+        step: the step with wider arguments and results.
+        lowering: its lowering.
+        narrow: names of ops that still compute in less than float32.
+        double: True if all floats are float64.
+        unchanged: True if nothing was widened.
     """
 
     step: FlatStep
@@ -74,22 +73,22 @@ def widened(
     *,
     perturbed: bool = False,
 ) -> Widened:
-    """Returns a lowered step with every float of less than 32 bits as float32.
+    """Returns a lowered step with float32 in place of every narrower float.
 
-    Matrix products have the highest precision; CPUs have one. Ops in float32 or more
-    stay.
+    Matrix products have the highest precision, except on CPUs, which have only one.
+    Other ops in float32 or more stay.
 
     Args:
-        lowering: of the step, constraints inserted; changed in place.
+        lowering: the step's lowering, with constraints; changed in place.
         in_shardings, out_shardings: shardings of the lowering, one for each leaf.
-        perturbed: as for `widen`.
+        perturbed: see `widen`.
     """
     text = lowering.text
     precise = _platforms(in_shardings) != {"cpu"}
     narrow = widen(lowering.module, precise=precise, perturbed=perturbed)
-    # JAX knows the types of arguments and results apart from the module. So a function
-    # that has the wide ones is lowered, and gets the other's module: the functions of
-    # the host that it calls are the same, in the same order.
+    # JAX has types of arguments and results beside the module. So a function with wide
+    # types is lowered, and gets the module. Both have the same host callbacks, in the
+    # same order.
     wide = _wide_step(step)
     outer = lower_step(wide, in_shardings, list(out_shardings))
     shardy.replace_body(outer.module, lowering.module)
@@ -109,12 +108,12 @@ def wide_dtype(dtype: Any) -> Any:
 
 
 def with_dtype(x: jax.Array, dtype: Any) -> jax.Array:
-    """Converts an array to a dtype; keys stay."""
+    """Converts an array to a dtype, if it has another."""
     return x if x.dtype == dtype else x.astype(dtype)
 
 
 def _wide_step(step: FlatStep) -> FlatStep:
-    """The step on wider arguments, with wider results; inside it is as it was."""
+    """Returns the step with wider arguments and results, computed as before."""
     run = jaxpr_as_fun(step.traced.jaxpr)
     out_tree = tree_flatten(step.traced.out_info)[1]
 
@@ -150,13 +149,13 @@ def widen(
 
     Args:
         precise: True gives matrix products the highest precision.
-        perturbed: True moves narrow operands and results of external kernels by half of
-            their last bit, up or down by lower bits: a little more than rounding.
-        only_data: True keeps types of values that follow from constants and integers.
+        perturbed: True moves narrow operands and results of external kernels up or down
+            by half of their last bit, a little more than rounding.
+        only_data: True keeps types of values computed from constants and integers.
 
     Returns:
-        Ops that keep narrow types: external kernels, and readers of the bits of narrow
-        floats.
+        Names of ops that keep narrow types: external kernels, and readers of the bits
+        of narrow floats.
     """
     with module.context, ir.Location.unknown():
         functions = _called(module)
@@ -180,7 +179,7 @@ def widen(
                 _make_precise(op, precise)
             elif kind == "reduce_precision":
                 bits = ir.IntegerAttr(op.attributes["mantissa_bits"]).value
-                if bits < _MANTISSA_BITS:  # It does nothing but round.
+                if bits < _MANTISSA_BITS:  # It only rounds.
                     shardy.forward(op, [op.operands[0]])
         for op, reads in fixed.items():
             _join(op, reads, perturbed)
@@ -196,7 +195,7 @@ def widen(
 
 
 def _of_integers(module: ir.Module) -> set[ir.Operation]:
-    """The main function's ops that follow from constants and integers alone."""
+    """Returns the main function's ops that compute with constants and integers only."""
     block = shardy.main_block(module)
     known: set[ir.Value] = {
         a
@@ -212,7 +211,7 @@ def _of_integers(module: ir.Module) -> set[ir.Operation]:
 
 
 def _called(module: ir.Module) -> list[ir.Operation]:
-    """Lists the main function and all that it calls, directly or through others."""
+    """Returns the main function and all functions that it calls, directly or not."""
     named = {shardy.symbol_name(f): f for f in shardy.functions(module.operation)}
 
     def further(name: str) -> list[str]:
@@ -230,7 +229,7 @@ def _values(op: ir.Operation) -> list[ir.Value]:
 
 
 def _has_narrow(kind: ir.Type) -> bool:
-    """True of narrow floats, and of tuples of some, as a call may return."""
+    """True for tensors of narrow floats, and tuples with one, as calls return."""
     if isinstance(kind, ir.TupleType):
         return any(_has_narrow(kind.get_type(i)) for i in range(kind.num_types))
     return _is_narrow(kind)
@@ -249,7 +248,7 @@ def _wide(kind: ir.Type) -> ir.Type:
 
 
 def _is_fixed(op: ir.Operation) -> bool:
-    """True if an op has to keep its types, and some of them are narrow."""
+    """True if an op has narrow types and has to keep them."""
     if not any(_has_narrow(v.type) for v in (*op.operands, *op.results)):
         return False
     kind = op.name.partition(".")[2]
@@ -257,14 +256,14 @@ def _is_fixed(op: ir.Operation) -> bool:
         return True
     if kind in _PRODUCTS or shardy.moves_to_memory(op):
         return False
-    # A number among the attributes has a type, too.
+    # Numbers in attributes have types, too.
     return kind in _FIXED or any(
         _NARROW.search(str(op.attributes[name])) for name in op.attributes
     )
 
 
 def _quantizes(op: ir.Operation) -> bool:
-    """True if an op rounds float32 to FP8, as all that computes this step does."""
+    """True if an op rounds float32 to FP8, as the reference's ops do, too."""
     if op.name != "stablehlo.convert":
         return False
     return "f32>" in str(op.operands[0].type) and "f8" in str(op.results[0].type)
@@ -275,14 +274,14 @@ def _is_exact(op: ir.Operation) -> bool:
 
 
 def _name(op: ir.Operation) -> str:
-    """The name of an op, and whom it calls."""
+    """Returns an op's name, with the target of a call."""
     called = (name for name in ("call_target_name", "name") if name in op.attributes)
     texts = [ir.StringAttr(op.attributes[name]).value for name in called]
     return " ".join([op.name, *texts])
 
 
 def _join(op: ir.Operation, reads: Sequence[ir.Type], perturbed: bool) -> None:
-    """Converts what an op that keeps its types reads, of these types, and makes."""
+    """Converts operands to an op's own types `reads`, and its results to float32."""
     for index, kind in enumerate(reads):
         if _is_narrow(kind):
             with ir.InsertionPoint(op):
@@ -301,18 +300,19 @@ def _join(op: ir.Operation, reads: Sequence[ir.Type], perturbed: bool) -> None:
 
 
 def _finfo(kind: ir.Type) -> Any:
-    """The range and the precision of a narrow float."""
+    """Returns the `jnp.finfo` of a narrow float."""
     return jnp.finfo(numpy_dtype(str(ir.RankedTensorType(kind).element_type)))
 
 
 def _perturbed(value: ir.Value, kind: ir.Type, bit: int) -> ir.Value:
     """Moves float32 numbers by half of a narrow type's last bit, up or down.
 
-    Zero stays, and numbers that would exceed the type. Types of powers of two alone,
-    for scales, stay, too.
+    Zero, numbers that would exceed the type, and types without a mantissa (scales)
+    stay.
 
     Args:
-        bit: the number's own bit that decides between up and down.
+        kind: the narrow type.
+        bit: index of the number's own bit that decides between up and down.
     """
     info = _finfo(kind)
     half = 2.0 ** -(info.nmant + 1)
@@ -322,7 +322,7 @@ def _perturbed(value: ir.Value, kind: ir.Type, bit: int) -> ir.Value:
             lax.bitcast_convert_type(x, jnp.uint32), jnp.full_like(x, bit, jnp.uint32)
         )
         share = (bits & 1).astype(jnp.float32) * (2 * half) - half
-        # What is smaller than any normal number is rounded by as much as that.
+        # Subnormal numbers are rounded as much as the smallest normal one.
         unit = lax.max(lax.abs(x), jnp.full_like(x, info.smallest_normal))
         stays_finite = lax.abs(x) < float(info.max) / (1 + half)
         return lax.select(stays_finite, x + share * unit * lax.sign(x), x)
@@ -339,28 +339,30 @@ def _make_precise(op: ir.Operation, precise: bool) -> None:
         config = ir.Attribute.parse(f"[{highest}, {highest}]")
         op.attributes["precision_config"] = config
     if "algorithm" in op.attributes:
-        del op.attributes["algorithm"]  # It names types, narrower ones as a rule.
+        del op.attributes["algorithm"]  # It names types, usually narrower ones.
 
 
 def _retype(function: ir.Operation) -> None:
-    """Makes a function's type that of its body."""
+    """Sets a function's type to that of its body."""
     taken = [a.type for a in function.regions[0].blocks[0].arguments]
     made = [v.type for v in shardy.returned(function.regions[0])]
     kind = ir.FunctionType.get(taken, made)
     function.attributes["function_type"] = ir.TypeAttr.get(kind)
 
 
-# ----------------------------------------------------------------- what is replaced
+# ------------------------------------------------------------------- replaced ops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """The ops between the operands and the results of a replacement.
+    """The program's own ops between the operands and the results of a replacement.
 
     Attributes:
-        inputs: given values: the reads, without reads that follow from others.
-        foreign: inputs that are no reads, such as residuals of another loop.
-        derived: reads that follow from the inputs.
+        inputs: ids of values from which the ops start: the replacement's reads, except
+            derived ones, and foreign values.
+        foreign: inputs that the replacement does not read, such as another loop's
+            residuals.
+        derived: reads that can be computed from other reads.
         makes: results of the replacement.
     """
 
@@ -372,7 +374,7 @@ class Written:
     makes: tuple[int, ...]
 
     def aval(self, value: int) -> jax.ShapeDtypeStruct:
-        """The type of a value."""
+        """Returns the shape and dtype of a value."""
         return aval(self.program, value)
 
     @property
@@ -391,18 +393,18 @@ class Written:
         return Part(tuple(ops), self.inputs, outputs, instead)
 
     def lower(self, *shardings: NamedSharding) -> jax.stages.Lowered:
-        """Lowers the ops as a function of the inputs that makes ``derived + makes``.
+        """Lowers the ops as a function from `inputs` to ``derived + makes``.
 
         Args:
-            shardings: one for each input, if not all on one device.
+            shardings: one for each input; none for one device.
         """
         return cut_out(self.program, self._part, shardings)
 
     def widened(self, *shardings: NamedSharding) -> jax.stages.Lowered:
-        """Lowers with float32 in place of 16-bit floats, in inputs and results, too.
+        """Like `lower`, with float32 in place of narrow floats, also in the signature.
 
-        Masks and positions are those of the step. Operands and results of external
-        kernels keep their types.
+        Masks and positions, and operands and results of external kernels, keep their
+        types.
         """
         module = shardy.stablehlo(self.lower(*shardings))
         widen(module, only_data=True)
@@ -413,10 +415,10 @@ class Written:
         return lowered
 
     def replaced(self, mesh: Mesh, *reads: jax.Array) -> list[jax.Array]:
-        """Computes ``makes`` by the replacement's functions.
+        """Computes `makes` by the replacement's functions.
 
         Args:
-            reads: the values of ``inputs + derived``.
+            reads: arrays for ``inputs + derived``.
         """
         known = dict(zip(self.inputs + self.derived, reads, strict=True))
         made: list[jax.Array] = []
@@ -431,7 +433,7 @@ class Written:
 
 
 def written(program: Program, replacement: Replacement) -> Written:
-    """Finds the ops that a replacement takes the place of."""
+    """Finds the ops that a replacement replaces."""
     stages = replacement.stages
     uses = {program.ops[op].operands[i] for one in stages for op, i in one.reads}
     makes = tuple(v for one in stages for v in one.makes)
@@ -454,7 +456,7 @@ def written(program: Program, replacement: Replacement) -> Written:
 def _between(
     program: Program, inputs: Collection[int], outputs: Collection[int]
 ) -> tuple[set[int], set[int]]:
-    """Finds ops that make values of others, and values that no such op makes."""
+    """Returns ops that compute outputs from inputs, and further values they need."""
     ops: set[int] = set()
     free: set[int] = set()
     known = set(inputs)
@@ -473,7 +475,7 @@ def _between(
 
 
 def _entering(program: Program, value: int) -> int:
-    """The value that enters loops as an argument that they do not change."""
+    """Returns the initial value, outside of loops, of an argument that loops keep."""
     while (origin := program.values[value].origin) >= 0:
         loop = next(op for op in program.ops if value in op.entries)
         place = loop.entries.index(value) % len(loop.operands)

@@ -287,8 +287,8 @@ SMALL = ProbeSizes(
     memory_bytes=1 << 24,
     memory_passes=2,
 )
-# On 4 H200 with NVLink the chains take 1 to 10 ms. More sizes change what is between
-# them by 7 %, of one kind by 12 %: decisions.md, "Collectives are timed in chains".
+# On 4 H200 with NVLink the chains take 1 to 10 ms. More sizes change interpolated times
+# by 7 %, of one kind by 12 %: decisions.md, "Collectives are timed in chains".
 LARGE = ProbeSizes(
     collective_bytes=(1 << 16, 1 << 22, 1 << 25, 1 << 28),
     chain_bytes=1 << 28,

@@ -215,7 +215,10 @@ def _open(path: Path) -> sqlite3.Connection:
                 if not (damage := _damage(connection)):
                     return connection
                 if is_fresh:
-                    raise CfpError(f"The cache {path} cannot be made: {damage}")
+                    raise CfpError(
+                        f"The profile cache {path} cannot be made: {damage}. Set "
+                        "CFP_CACHE_DIR to another directory."
+                    )
                 # Renamed before closing, since SQLite writes its log on closing.
                 _set_aside(path, damage)
                 is_fresh = True
@@ -275,9 +278,7 @@ def _set_aside(path: Path, why: str) -> None:
 # ----------------------------------------------------------------------- exported files
 
 # False times and sizes can only mislead a search. Two things could do harm, and are
-# checked: compiler options in a whole program's choice, and control characters in
-# printed text.
-
+# checked: compiler options in a program's choice, and control characters in text.
 
 # A record of a program with thousands of collectives has a few megabytes.
 _MOST_LINE_BYTES = 2**26
@@ -310,7 +311,7 @@ def read_export(path: str | os.PathLike[str]) -> list[ProfileRecord]:
 def _read_line(line: bytes) -> ProfileRecord:
     record = ProfileRecord.from_json(line)
     if ProfileKey(record.parts).digest != record.key:
-        raise ValueError("the key is not that of the parts")
+        raise ValueError("the key is not the digest of its parts")
     if (found := _refused_choice(record.choice)) is not None:
         raise ValueError(found)
     if any(printable(text, _KEPT) != text for part in record.parts for text in part):
@@ -327,5 +328,5 @@ def _refused_choice(text: str) -> str | None:
     except (ValueError, RecursionError):
         return "a choice that cannot be read"
     if not isinstance(data, dict):
-        return "a choice that is none"
+        return "a choice that is no JSON object"
     return refused_option(data.get("options", {}))

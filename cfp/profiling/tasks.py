@@ -183,7 +183,7 @@ class Operation:
 
 
 _WORDS = {"run": "running", "build": "compiling"}  # In messages.
-_DEAD = ""  # Owner of operations of which processes died.
+_DEAD = ""  # Owner of operations that may have killed processes.
 Cause = tuple[Status, str]  # (status, reason) of a failure's record.
 
 
@@ -221,7 +221,7 @@ def _started(pid: int) -> str:
 def settle(
     store: ProfileStore, pid: int | None = None, cause: Cause | None = None
 ) -> list[Operation]:
-    """Removes operations of dead processes, and records those that killed them.
+    """Removes operations of dead processes, and records failures of suspects.
 
     An operation is recorded as a failure if it is the only suspect, and it was overdue,
     the cause is known, or two processes died of it. Others are noted.

@@ -27,7 +27,7 @@ class TimingOptions:
     """Limits of one measurement by `measure`.
 
     The defaults are for GPUs, where a program is launched while the one before still
-    runs, as in training. `cfp.profiling.runner.timing_on` has those of a mesh.
+    runs, as in training. On CPUs (`ON_CPUS`), programs run one at a time.
 
     Attributes:
       warmup_seconds: shortest warm-up.
@@ -67,7 +67,6 @@ class TimingOptions:
             )
 
 
-# Limits for CPUs, where programs run one at a time.
 ON_CPUS = TimingOptions(
     warmup_seconds=0.1,
     warmup_window=3,

@@ -506,7 +506,7 @@ class _Round:
     """Selects the candidates to measure in one round.
 
     Attributes:
-        per_kind: as for `measure_candidates`, over all rounds.
+        per_kind: limit of `measure_candidates`, over all rounds.
         wanted: requests of earlier rounds.
         found: requests of this round.
         asked: ``[kind]{candidate: request}`` of all rounds.

@@ -642,8 +642,8 @@ def measured_options(
         if not found:
             raise CfpError(
                 f"No strategy of segment kind {kind} could be measured "
-                f"({reasons.get(kind, 'nothing was profiled')}). Run the profile pass, "
-                "use more devices, or a smaller batch."
+                f"({reasons.get(kind, 'nothing was profiled')}). Measure with cfp "
+                "profile, use more devices, or make the batch smaller."
             )
     return options
 

@@ -228,7 +228,7 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
         "{}: {} devices are no faster than one for this step{}: use one, or a larger "
         "batch",
     ),
-    (_crossing, "goes from host to host: {}, {}; {} stay within hosts; one by one"),
+    (_crossing, "collectives between hosts (along {}): {}; within hosts: {}"),
     (_undivided, "{} devices do not divide the batch of {}: some have the same rows"),
     (lambda plan: "; ".join(plan.site_checks), "{}"),
     (

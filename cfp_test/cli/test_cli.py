@@ -286,7 +286,7 @@ def test_other_donation_than_the_plans_is_refused(folder):
     for other in others:
         assert other.code == 2, other
         assert "The plan donates weights, and donate_argnums" in other.err
-        assert "Leave out donate_argnums (--donate)" in other.err
+        assert "Leave out donate_argnums" in other.err
 
 
 def test_run_plans_within_a_budget(folder):

@@ -1,19 +1,18 @@
 """Products of a step in FP8: both operands scaled by their largest magnitude.
 
-A product takes part if one operand is a parameter, or if it is the gradient of such a
-parameter. Operands of forward products are rounded to e4m3 (3 bits of mantissa),
-cotangents to e5m2 (2 bits). A scale is a power of two, so that scaling itself rounds
-nothing; sums are in float32.
+A product of a parameter takes part, and a product that is a parameter's gradient.
+Operands of forward products are rounded to e4m3 (3 bits of mantissa), cotangents to
+e5m2 (2 bits). Scales are powers of two, so that scaling is exact. Sums are in float32.
 
-An operand is quantized once, where it is made: forward and backward products read the
-same copy, and the copy is what stays alive between them.
+An operand is quantized once, at its maker. Forward and backward products read the same
+copy, and only the copy is kept between them.
 
-Statement that holds for each rewritten product ``C = A B``: the result is the product
-of ``q(A)`` and ``q(B)``, with ``|q(a) - a| <= u |a| + e max|A|``; ``u`` is 2**-4 and
-``e`` 2**-17 for e4m3, 2**-3 and 2**-31 for e5m2. A scale is no smaller than the normal
-numbers of its dtype, so that ``e max|A|`` may be 2**-24 in float16. Rows and columns
-stay finite if ``q`` of their numbers is below the largest of the dtype; one with a NaN
-or an infinity makes no finite number, as before.
+Each rewritten product ``C = A B`` is the product of ``q(A)`` and ``q(B)``, with
+``|q(a) - a| <= u |a| + e max|A|``; ``u`` is 2**-4 and ``e`` 2**-17 for e4m3, 2**-3 and
+2**-31 for e5m2. A scale is no smaller than the normal numbers of its dtype, so that
+``e max|A|`` may be 2**-24 in float16. Rows and columns stay finite if ``q`` of their
+numbers is below the largest of the dtype. A row with a NaN or an infinity makes no
+finite number, as before.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ from cfp.program.graph import Rewritten, numpy_dtype, path_matches
 TAKEN = "in FP8"
 PRECISION = r"fp8(:[1-9]\d{0,8})?(,-[^,]+)*"
 _NARROW = ("bf16", "f16")
-# What moves numbers and changes none.
+# Ops that move numbers and change none.
 _MOVES = ("stablehlo.transpose", "stablehlo.reshape")
-# What a parameter passes through on its way to a product.
+# Ops between a parameter and its product.
 _PASSES = (
     *_MOVES,
     "stablehlo.optimization_barrier",
@@ -52,11 +51,11 @@ _PASSES = (
     "stablehlo.slice",
     "stablehlo.dynamic_slice",
 )
-# Products need so many FLOPs for each number that is quantized: on an H200 these save
-# as much time as it takes (docs/fp8.md).
+# (reason, least FLOPs for each quantized number): on an H200 3000 FLOPs save as much
+# time as quantizing a number takes (docs/fp8.md).
 _SLOWER = "quantizing takes longer than it saves", 3000.0
 _WITHOUT = "the devices have no FP8 products", 1e30
-# The exponent that the largest magnitude gets: below 448 of e4m3, 57344 of e5m2.
+# Exponent of the scaled largest magnitude: below 448 of e4m3, 57344 of e5m2.
 _EXPONENT = {"float8_e4m3fn": 7, "float8_e5m2": 14}
 _FORWARD, _GRADIENT = "float8_e4m3fn", "float8_e5m2"
 _Copy = tuple[ir.Value, ir.Value]  # The numbers in FP8 and their scale.
@@ -67,10 +66,11 @@ class _Product:
     """A product and the roles of its operands.
 
     Attributes:
-        roots: of each operand the value whose numbers it has.
+        roots: for each operand the value that it is a view, slice or cast of.
         weight: index of the operand that comes from a parameter; -1 if none does.
-        gradient: index of the operand that is a cotangent; -1 if none is.
-        parameters: the arguments that one operand, or the result, is of.
+        gradient: index of the only operand that is a cotangent; -1 for none or two.
+        parameters: positions of parameters of which one operand is a view, or the
+            result the gradient.
     """
 
     op: ir.Operation
@@ -81,7 +81,7 @@ class _Product:
 
     @property
     def is_forward(self) -> bool:
-        """True if it is of a parameter, no vector, and of the forward pass alone."""
+        """True for a forward product with a parameter, of more than one row."""
         is_first = "transpose(" not in shardy.location_name(self.op.location)
         return self.weight >= 0 and is_first and min(_sizes(self.op)) > 1
 
@@ -90,27 +90,27 @@ def read_precision(precision: str) -> tuple[int, list[str]]:
     """Reads a precision, such as ``fp8:64,-*/router``.
 
     Returns:
-        The least size of products, 0 for those that pay on the devices, and the paths,
-        or globs, of parameters whose products are left out.
+        The least size of products, and the paths, or globs, of parameters whose
+        products are left out. Size 0 selects products that are faster on the devices.
 
     Raises:
         OptionError: the precision is unknown.
     """
     if not re.fullmatch(PRECISION, precision):
         raise OptionError(
-            f"There is no precision {precision!r}. Give fp8, or fp8:512 for products "
-            "of at least 512 rows, columns and summed numbers, or fp8,-*/router to "
-            "leave out the products of a parameter, by its path."
+            f"Unknown precision {precision!r}. Give fp8; fp8:512 for products of at "
+            "least 512 rows, columns and summed numbers; or fp8,-*/router to leave out "
+            "the products of a parameter, by its path."
         )
     first, *left = precision.split(",-")
     return int(first.partition(":")[2] or 0), left
 
 
 def options_of(rewritten: Rewritten) -> dict[str, str]:
-    """Compiler options for a program: two passes are left out if it has FP8 products.
+    """Returns compiler options: {} without FP8 products, else without two XLA passes.
 
-    Tuning Triton's kernels takes 44 s for eleven, 1 s without. XLA merges products that
-    read one operand, and does not find FP8 in merged ones (``docs/fp8.md``).
+    Tuning eleven products takes 44 s with Triton's kernels, and 1 s without. XLA does
+    not use FP8 for products that it merges (``docs/fp8.md``).
     """
     without = {
         "xla_gpu_enable_triton_gemm": "False",
@@ -122,16 +122,16 @@ def options_of(rewritten: Rewritten) -> dict[str, str]:
 def use_precision(
     module: ir.Module, precision: str, names: Sequence[str], mesh: Any
 ) -> dict[str, dict[str, int]]:
-    """Computes products of a normalised module in a precision, in place.
+    """Rewrites products of a normalised module to a precision, in place.
 
     Args:
         precision: see `read_precision`; "" changes nothing.
         names: the arguments' paths.
-        mesh: the devices', or one of described devices.
+        mesh: mesh of the devices, or of described devices; None changes nothing.
 
     Returns:
-        The number of 16-bit products in FP8, under `TAKEN`, and of others by reason: by
-        the path of their parameter, with ``*`` for numbers.
+        {`TAKEN`, or the reason against FP8: {path of a parameter, with ``*`` for
+        numbers: number of 16-bit products}}.
 
     Raises:
         OptionError: a path that is left out matches no argument.
@@ -168,9 +168,9 @@ def use_precision(
 
 
 def _parameters(block: ir.Block) -> dict[ir.Value, int]:
-    """The arguments that are parameters, with their numbers.
+    """Returns {argument: position} of arguments with a result's shape, or of all.
 
-    A step returns their new values or gradients. If it returns neither, all count.
+    Such arguments may be parameters: a step returns their new values or gradients.
     """
     returned = {tuple(one.type.shape) for one in shardy.returned(block.region)} - {()}
     every: dict[ir.Value, int] = {v: i for i, v in enumerate(block.arguments)}
@@ -178,7 +178,7 @@ def _parameters(block: ir.Block) -> dict[ir.Value, int]:
 
 
 def _reason(one: _Product, last: Set[int], left: Set[int], least: int) -> str:
-    """The reason to leave a product in 16 bits, such as the last layer's; or ""."""
+    """Returns the reason to leave a product in 16 bits, or ""."""
     if not one.parameters:
         return "no operand is a parameter"
     if one.parameters & last:
@@ -196,7 +196,7 @@ def _reason(one: _Product, last: Set[int], left: Set[int], least: int) -> str:
 
 
 def _has_products(mesh: Any) -> bool:
-    """True for NVIDIA's devices since Ada, 8.9; a described one has a name alone."""
+    """True for NVIDIA's devices since compute capability 8.9 (Ada)."""
     if isinstance(mesh, AbstractMesh):
         device = mesh.abstract_device
         return device.platform == "cuda" and "A100" not in device.device_kind
@@ -206,9 +206,9 @@ def _has_products(mesh: Any) -> bool:
 
 
 def _slower(products: Sequence[_Product], least_flops: float) -> list[_Product]:
-    """The products of parameters that save less time than quantizing takes.
+    """Returns the products of parameters that save less time than quantizing takes.
 
-    What several products read is quantized once; each has its share of that.
+    An operand of several products is quantized once; each counts a share of the time.
     """
     reads = {one: [_unmoved(v)[0] for v in one.op.operands] for one in products}
     uses = Counter(chain.from_iterable(reads.values()))
@@ -237,7 +237,7 @@ def _classified(
     parameter reads the same cotangent, or else the same activation.
     """
     products: list[_Product] = []
-    # The parameter by what it is multiplied by, if in the backward pass, and its dims.
+    # {(other operand's root, True if backward), dims: parameters multiplied by it}.
     known: defaultdict[Any, set[int]] = defaultdict(set)
     for op in ops:
         roots = tuple(map(_root, op.operands))
@@ -260,21 +260,21 @@ def _classified(
 
 
 def _root(value: ir.Value) -> ir.Value:
-    """The value whose numbers, or some of them, a value has: an argument if one is."""
+    """Follows views, slices, casts and loops back to the original value."""
     while (source := _source(value)) is not None:
         value = source
     return value
 
 
 def _source(value: ir.Value) -> ir.Value | None:
-    """The value one op earlier, through ops that pass numbers on and into loops."""
+    """Returns the value one op earlier for `_root`; None at the original value."""
     if isinstance(value.owner, ir.Block):
         place, next_one = ir.BlockArgument(value).arg_number, _carried(value)
         is_same = next_one is not None and next_one == value
         return value.owner.owner.operands[place] if is_same else None
     op, place = value.owner.operation, ir.OpResult(value).result_number
     if op.name == "stablehlo.while":
-        # A loop that writes a slice in each iteration stacks what it writes.
+        # A loop that stacks slices: go on with one slice.
         body = op.regions[1]
         written = shardy.owner_of(shardy.returned(body)[place])
         if written and written.name == "stablehlo.dynamic_update_slice":
@@ -285,7 +285,7 @@ def _source(value: ir.Value) -> ir.Value | None:
 
 
 def _carried(value: ir.Value) -> ir.Value | None:
-    """The value that the next iteration of a loop gets; None if it is no loop's."""
+    """Returns a loop argument's value in the next iteration; None for other values."""
     argument = None if shardy.owner_of(value) else ir.BlockArgument(value)
     if argument is None or argument.owner.owner.name != "stablehlo.while":
         return None
@@ -295,24 +295,24 @@ def _carried(value: ir.Value) -> ir.Value | None:
 
 
 def _is_backward(op: ir.Operation) -> bool:
-    """True if differentiation made an op, and not to compute the forward pass again."""
+    """True for an op of the backward pass that rematerializes nothing."""
     scope = shardy.location_name(op.location)
     return "transpose(" in scope and "rematted_computation" not in scope
 
 
 def _is_cotangent(root: ir.Value) -> bool:
-    """True if an op of the backward pass makes a value that comes from nothing else."""
+    """True if an op of the backward pass makes a root, or its next value in a loop."""
     maker = shardy.owner_of(_carried(root) or root)
     return maker is not None and _is_backward(maker)
 
 
 def _dims(value: ir.Value) -> tuple[int, ...]:
-    """Sizes of a value's dims in order of size, without those of 1."""
+    """Returns sorted sizes of a value's dims, without those of 1."""
     return tuple(sorted(n for n in value.type.shape if n > 1))
 
 
 def _sizes(op: ir.Operation) -> tuple[int, int, int]:
-    """Rows, columns and summed numbers of a product."""
+    """Returns (rows, columns, size of the summed dims) of a product."""
     dims = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
     left, right = (one.type.shape for one in op.operands)
     summed = prod(left[i] for i in dims.lhs_contracting_dimensions)
@@ -322,10 +322,10 @@ def _sizes(op: ir.Operation) -> tuple[int, int, int]:
 
 
 def _rewrite(one: _Product, quantized: dict[tuple[ir.Value, str], _Copy]) -> None:
-    """Has a product read its operands as FP8 numbers times a scale.
+    """Replaces a product's operands by FP8 numbers times a scale.
 
-    XLA makes one FP8 product of both, with the scales as its own, where the device has
-    one; elsewhere the same numbers are multiplied in 16 bits.
+    XLA fuses both into one FP8 product if the device has one. Other devices multiply
+    the same numbers in 16 bits.
     """
     for index, value in enumerate(one.op.operands):
         kind = _GRADIENT if index == one.gradient else _FORWARD
@@ -341,7 +341,7 @@ def _rewrite(one: _Product, quantized: dict[tuple[ir.Value, str], _Copy]) -> Non
 def _quantized(
     value: ir.Value, kind: str, known: dict[tuple[ir.Value, str], _Copy]
 ) -> _Copy:
-    """A value in FP8 and its scale, moved as the value is from where it is made."""
+    """Returns a value in FP8 and its scale; transposes and reshapes are repeated."""
     value, moves = _unmoved(value)
     if (value, kind) not in known:
         known[value, kind] = _put_quantization(value, kind)
@@ -355,7 +355,7 @@ def _quantized(
 
 
 def _unmoved(value: ir.Value) -> tuple[ir.Value, list[ir.Operation]]:
-    """The value before ops that only move its numbers, and these, the last first."""
+    """Returns the value before transposes and reshapes, and these ops, last first."""
     moves = list[ir.Operation]()
     while (maker := shardy.owner_of(value)) is not None and maker.name in _MOVES:
         moves.append(maker)
@@ -364,7 +364,7 @@ def _unmoved(value: ir.Value) -> tuple[ir.Value, list[ir.Operation]]:
 
 
 def _put_quantization(value: ir.Value, kind: str) -> _Copy:
-    """Puts the ops that quantize a value behind the op that makes it."""
+    """Inserts the ops that quantize a value after its maker; returns their results."""
     dtype = str(numpy_dtype(str(value.type.element_type)))
     source = ir.Module.parse(_lowered(tuple(value.type.shape), dtype, kind))
     main = shardy.main_block(source)
@@ -381,20 +381,20 @@ def _put_quantization(value: ir.Value, kind: str) -> _Copy:
 
 @lru_cache(maxsize=256)
 def _lowered(shape: tuple[int, ...], dtype: str, kind: str) -> str:
-    """The module of `quantize` for one type, as text."""
+    """Returns the text of `quantize`'s module for one type."""
     aval = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     return jax.jit(lambda x: quantize(x, kind)).lower(aval).as_text()
 
 
 def quantize(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
-    """Rounds an array to FP8; behind a barrier XLA transposes bytes, not 16 bits.
+    """Rounds an array to FP8, behind a barrier, so that XLA transposes FP8 numbers.
 
     Args:
         kind: ``float8_e4m3fn`` or ``float8_e5m2``.
 
     Returns:
         The rounded ``x / scale``, and the scale: a power of two in float32 that the
-        dtype of ``x`` has too, whatever the numbers are.
+        dtype of ``x`` represents, too.
     """
     finite = lax.select(lax.is_finite(x), lax.abs(x), lax.full_like(x, 0))
     largest = lax.reduce_max(finite, tuple(range(x.ndim))).astype(jnp.float32)

@@ -502,5 +502,5 @@ def test_products_are_left_out_by_path(tmp_path):
 
 def test_an_unknown_precision_is_refused():
     for text in ("int8", "fp8:", "fp8:0", "fp8:x", "fp8,up", "fp8,-"):
-        with pytest.raises(OptionError, match="Give fp8, or fp8:512"):
+        with pytest.raises(OptionError, match="Give fp8; fp8:512"):
             cfp.PlannerSettings(precision=text)

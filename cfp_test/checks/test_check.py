@@ -754,7 +754,7 @@ def test_a_step_whose_code_names_devices_is_checked_on_these(tmp_path):
     assert found.failures == []
     text = check_text(found)
     assert "equal those of the step as written on the same devices" in text
-    assert "The step's code names devices" in text
+    assert "The step's code names several devices" in text
 
 
 def test_a_step_whose_code_names_other_devices_says_so(tmp_path):

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from math import hypot, isfinite, sqrt
+from math import hypot, inf, isfinite, sqrt
 from operator import eq
 from types import MappingProxyType
 from typing import Any
@@ -308,7 +308,7 @@ class Check:
         tell("running the reference")
         expected = in_host(self._results(self.reference.step, fresh))
         changes = self._changes(expected)
-        rounded = self._rounded(expected, changes, tell)
+        rounded, lost = self._rounded(expected, changes, tell)
         tell("running the plan's step, and comparing results")
         usual = self._results(self.planned, fresh)
         margin = NARROW_MARGIN if self.planned.narrow else ROUNDING_MARGIN
@@ -326,6 +326,7 @@ class Check:
             found = self._results(self._noisy, partial(nudge, seed=seed))
             near = {x.path: x for x in compare(found, usual)}
             made = [x.with_try(near[x.path]) for x in made]
+        made = [replace(x, relative_l2=inf) if x.path in lost else x for x in made]
         feed_back(self._args, expected, self.feedback)
         return Differences(made, rounded)
 
@@ -346,17 +347,18 @@ class Check:
 
     def _rounded(
         self, expected: Any, changes: Mapping[str, float], tell: Callable[[str], None]
-    ) -> dict[str, float]:
-        """Computes `Differences.rounded`; {} without FP8."""
+    ) -> tuple[dict[str, float], set[str]]:
+        """Computes `Differences.rounded`, and leaves that FP8 alone makes infinite."""
         if (plain := self.reference.unrounded) is None:
-            return {}
+            return {}, set()
         tell("running the step without FP8")
-        found = compare(expected, self._results(plain, fresh))
-        off = sorted(
-            (x.relative_l2 / (changes.get(x.path) or 1), x.path) for x in found
-        )
+        have, want = expected, self._results(plain, fresh)
+        found, have, want = compare(have, want), _by_path(have), _by_path(want)
+        far = [x.path for x in found if not isfinite(x.relative_l2)]
+        lost = {x for x in far if (np.isfinite(want[x]) > np.isfinite(have[x])).any()}
+        off = [(x.relative_l2 / (changes.get(x.path) or 1), x.path) for x in found]
         largest = {path in changes: (path, distance) for distance, path in sorted(off)}
-        return dict(largest.values())
+        return dict(largest.values()), lost
 
     def _results(self, step: CompiledStep, change: Callable[[Any], Any]) -> Any:
         """Runs a step with arguments changed by `change`, and returns its results."""

@@ -14,9 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import (
-    tree_flatten_with_path,
-)
+from jax.tree_util import tree_flatten_with_path
 
 from cfp.checking.check import (
     FULL_TOLERANCE,

@@ -2,17 +2,18 @@
 
 A product of a parameter takes part, and a product that is a parameter's gradient.
 Operands of forward products are rounded to e4m3 (3 bits of mantissa), cotangents to
-e5m2 (2 bits). Scales are powers of two, so that scaling is exact. Sums are in float32.
+e5m2 (2 bits). Scales are powers of two, so that scaling is exact. Sums are in float32,
+or in fewer bits by cuBLASLt.
 
 An operand is quantized once, at its maker. Forward and backward products read the same
 copy, and only the copy is kept between them.
 
 Each rewritten product ``C = A B`` is the product of ``q(A)`` and ``q(B)``, with
 ``|q(a) - a| <= u |a| + e max|A|``; ``u`` is 2**-4 and ``e`` 2**-17 for e4m3, 2**-3 and
-2**-31 for e5m2. A scale is no smaller than the normal numbers of its dtype, so that
-``e max|A|`` may be 2**-24 in float16. Rows and columns stay finite if ``q`` of their
-numbers is below the largest of the dtype. A row with a NaN or an infinity makes no
-finite number, as before.
+2**-31 for e5m2. A scale is no smaller than 2**-64, and than the normal numbers of its
+dtype: ``e max|A|`` may be 2**-24 in float16, 2**-74 (e4m3) or 2**-80 (e5m2) in
+bfloat16. Rows and columns stay finite if ``q`` of their numbers is below the largest of
+the dtype. A row with a NaN or an infinity makes no finite number, as before.
 """
 
 from __future__ import annotations
@@ -181,6 +182,9 @@ def _reason(one: _Product, last: Set[int], left: Set[int], least: int) -> str:
     """Returns the reason to leave a product in 16 bits, or ""."""
     if not one.parameters:
         return "no operand is a parameter"
+    kept = one.op.attributes
+    if "precision_config" in kept and "HIGH" in str(kept["precision_config"]):
+        return "the step asks for a higher precision"
     if one.parameters & last:
         return "last layer"
     if one.parameters & left:
@@ -401,6 +405,8 @@ def quantize(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     power = lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)  # Exponent.
     least = jnp.finfo(x.dtype).smallest_normal
-    scale = jnp.maximum(power * 2.0 ** -_EXPONENT[kind], float(least))
+    # XLA multiplies the reciprocal by a step's constants: it is far from infinite.
+    scale = jnp.maximum(power * 2.0 ** -_EXPONENT[kind], max(float(least), 2.0**-64))
+    scale = lax.select(power > 0, scale, jnp.ones_like(scale))
     rounded = (x.astype(jnp.float32) * lax.broadcast(1 / scale, x.shape)).astype(kind)
     return lax.optimization_barrier(rounded), scale

@@ -476,6 +476,60 @@ def test_a_check_is_against_the_same_rounded_products(tmp_path):
     assert 1e-4 <= of_loss <= 2e-2 <= of_state <= 0.2
 
 
+def test_a_check_fails_if_fp8_alone_makes_nans(monkeypatch, tmp_path):
+    def broken(x, kind):
+        number, scale = quantize(x, kind)
+        return number, scale * jnp.nan
+
+    monkeypatch.setattr("cfp.program.fp8.quantize", broken)
+    _lowered.cache_clear()
+    planned, reference = both_sides(fp8_plan(tmp_path))
+    _lowered.cache_clear()
+    params, x, y = arguments()
+    for batch, fails in ((x, True), (x * jnp.nan, False)):
+        check = Check(planned, reference, {0: 0})
+        check.start((params, batch, y))
+        made = check.step()
+        assert all(np.isinf(leaf.relative_l2) for leaf in made.failures)
+        assert len(made.failures) == (len(made) if fails else 0)
+
+
+@pytest.mark.parametrize("factor", [2.0, 1024.0, 2.0**40])
+@pytest.mark.parametrize("power", [None, -60, -100, -120])
+def test_small_products_times_a_constant_stay_finite(factor, power):
+    def step(w, x):
+        y = ((x @ w["a"]) * jnp.asarray(factor, x.dtype)) @ w["b"]
+        return y, jax.tree.map(lambda w: w * 2, w), jnp.tanh(y) @ w["head"]
+
+    x = jnp.ones((WIDTH, WIDTH), jnp.bfloat16) * (2.0**power if power else 0.0)
+    w = {name: jnp.ones_like(x) for name in ("a", "b", "head")}
+    lowering, run = lowered(step, (w, x))
+    assert counts_of(lowering)[TAKEN] == 2
+    y = np.asarray(run(w, x)[0], np.float32)
+    if not power or power < -80:
+        assert (y == 0).all()
+    else:
+        want = np.asarray(jax.jit(step)(w, x)[0], np.float32)
+        assert np.abs(y - want).max() <= 2.0**-3 * want.max()
+
+
+def test_a_product_of_a_higher_precision_stays_as_written():
+    def step(w, x):
+        def loss(w):
+            h = jnp.dot(jnp.tanh(x @ w["a"]), w["b"], precision="highest")
+            return jnp.square((jnp.tanh(h) @ w["head"]).astype(jnp.float32)).sum()
+
+        return jax.tree.map(jnp.add, w, jax.grad(loss)(w))
+
+    w = {name: jnp.ones((WIDTH, WIDTH), jnp.bfloat16) for name in ("a", "b", "head")}
+    args = w, jnp.ones((TOKENS, WIDTH), jnp.bfloat16)
+    assert dict(lowered(step, args)[0].rewritten.products) == {
+        TAKEN: {"w/a": 2},
+        "the step asks for a higher precision": {"w/b": 3},
+        "last layer": {"w/head": 3},
+    }
+
+
 def test_what_fp8_saves_is_estimated_from_products_and_quantized_numbers(tmp_path):
     step, args = attention_step(4096, 8192, True)
     plan = cfp.plan(

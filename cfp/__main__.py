@@ -28,7 +28,7 @@ class _Pipe(io.FileIO):
 
 
 def _outlive_readers() -> None:
-    """Lets the process go on where what it writes to is closed at the other end."""
+    """Lets the process go on after the reader of its stdout or stderr has left."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # It was closed: >&-

@@ -6,8 +6,8 @@ search    Profiles                -> Solution     :mod:`cfp.passes`
 race      Solution                -> RaceOutcome  :mod:`cfp.race.race`
 complete  Analyzed + RaceOutcome  -> FoundPlan    :mod:`cfp.complete`
 
-`run_passes` runs these passes for one step on one mesh. :mod:`cfp.variants` calls it
-for each of several meshes or other variants of a step.
+`run_passes` runs the passes after *analyze*, and repeats some until a plan fits.
+:mod:`cfp.variants` calls it for each of several meshes or variants of a step.
 """
 
 from __future__ import annotations

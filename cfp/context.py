@@ -130,7 +130,7 @@ class PlannerSettings:
                 )
         if unknown := [name for name in self.attention or () if name not in KERNELS]:
             raise CfpError(
-                f"Expected kernels among {', '.join(KERNELS)}, got "
+                f"Expected attention kernels among {', '.join(KERNELS)}, got "
                 f"{', '.join(unknown)}."
             )
 

@@ -107,7 +107,7 @@ def open_loops(frame: Frame) -> Frame:
 
 
 def _whole_loops(frame: Frame) -> list[int]:
-    """Returns loops that hold all contractions of a unit of several blocks."""
+    """Returns op ids of loops that hold all contractions of several blocks."""
     program = frame.program
     found: dict[int, None] = {}
     for unit in _units(frame):

@@ -246,7 +246,7 @@ def steps_of(
     A loop's results are in memory before its body runs.
 
     Args:
-        held: tensors that are kept for the backward pass.
+        held: tensors kept for the backward pass: in memory even if fused.
         spans: ranges of op ids that run as one kernel, whose operands stay until its
             end. Extra memory of the first span is tensor -1, of the second -2.
     """

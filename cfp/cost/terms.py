@@ -41,7 +41,7 @@ class BlockTerms:
 
     Attributes:
         matmul_ms: time of its contractions on one device.
-        memory_ms: time of memory traffic of its other ops.
+        memory_ms: time of memory traffic that contractions do not hide.
         makes: shardings of results, by value.
         reads: shardings of operands, by value.
     """
@@ -131,7 +131,7 @@ class Terms:
         return BlockTerms(*self.compute_ms(op, axes), makes, reads)
 
     def compute_ms(self, op: Op, axes: FactorAxes) -> tuple[float, float]:
-        """Returns (contraction ms, memory traffic ms) of an op on one device."""
+        """Returns (products ms, memory ms beyond products) of an op on one device."""
         rule, program = op.known_rule, self.frame.program
         share = self._share(rule, axes)
         if is_contraction(op):

@@ -178,7 +178,7 @@ class DescribedMesh:
         return int(np.bincount(hosts).max())
 
     def _curve(self, what: str, group: tuple[str, ...]) -> Curve:
-        """Curve of a collective `what` over some axes, on hosts with a network."""
+        """Curve of a collective in a host or across the network; see `_torus_curve`."""
         known = self.cluster.kind
         ways, times = known.link_times
         points = times[what]
@@ -309,9 +309,9 @@ def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
     if cluster.hosts > 1 and cluster.kind.network_gb_per_s is None:
         raise CfpError(
             f"The network between hosts of {cluster.kind.name} is unknown. Give a file "
-            f'with kind = "{cluster.kind.name}", hosts = {cluster.hosts}, '
-            f"devices_per_host = {cluster.per_host}, network_gb_per_s = 25 (rate of "
-            "one device to another host)."
+            f'(--for FILE.toml) with kind = "{cluster.kind.name}", hosts = '
+            f"{cluster.hosts}, devices_per_host = {cluster.per_host}, network_gb_per_s "
+            "= N (GB/s from one device to another host)."
         )
     return found
 
@@ -535,8 +535,8 @@ def read(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
         if first["type"] == "extra_forbidden":
             near = f"{known_names(path, DeviceKind.model_fields)} "
         raise CfpError(
-            f"{where}: {path}{value}: {first['msg']}. {near}kind = "
-            f'"{_MEASURED_KIND}" starts from a shipped kind; see '
+            f"{where}: {path}{value}: {first['msg']}. {near}A file with "
+            f'kind = "{_MEASURED_KIND}" needs only the values that differ; see '
             "docs/planning-ahead.md."
         ) from error
 

@@ -91,7 +91,7 @@ def usual_kernels(platform: str, for_memory: bool) -> tuple[str, ...]:
 
 
 def known_kernels(allowed: Sequence[str] = KERNELS) -> set[tuple[str, str]]:
-    """Lists what segments may have, with its kind."""
+    """Returns the (kind, kernel) pairs that segments may have."""
     return {
         (kind.NAME, name)
         for kind in KINDS

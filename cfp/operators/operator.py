@@ -88,7 +88,7 @@ class Operator:
     def __call__(
         self, *args: Any, implementation: str | None = None, **options: Any
     ) -> Array:
-        """Returns the operator's result; arguments and errors as in `by_first`."""
+        """Returns the first accepting implementation's result; see `by_first`."""
         return self.by_first(*args, implementation=implementation, **options)[1]
 
     def by_first(

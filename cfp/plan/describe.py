@@ -179,10 +179,7 @@ def uneven_arguments(layout: Layout) -> tuple[str, ...]:
 
 
 def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
-    """Lists batch arguments whose first dim no axis divides.
-
-    Excludes first dims that are iterations of a loop, and no dim of a block.
-    """
+    """Lists batch arguments whose first dim blocks could shard, but no axis divides."""
     frame = layout.frame
     program, sizes = frame.program, frame.mesh
     over = mesh_text(sizes)

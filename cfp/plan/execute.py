@@ -459,7 +459,7 @@ _Shardings = tuple[NamedSharding, ...]
 def _shardings(
     step: FlatStep, mesh: Mesh, arg_specs: Sequence[Spec], output_specs: Sequence[Spec]
 ) -> tuple[_Shardings, _Shardings]:
-    """Returns the shardings of a step's arguments and results."""
+    """Returns shardings of arguments and results; PlanMismatch if they do not fit."""
     ins = shardings(mesh, arg_specs, step.avals)
     results = tree_leaves(step.traced.out_info)
     if len(results) != len(output_specs):

@@ -321,7 +321,7 @@ def file_text(plan: Any, here: Collection[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a record or a mapping for JSON."""
+    """Converts a dataclass or mapping to a dict, for `json.dumps`; not recursive."""
     match value:
         case Constraints():
             return constraints_to_json(value)

@@ -190,12 +190,13 @@ class Figures:
     def __post_init__(self) -> None:
         kinds, kind_of, picks = self.kinds, self.segment_kinds, self.picks
         if kinds and max(kind_of, default=0) >= len(kinds):
-            raise ValueError(f"there are {len(kinds)} kinds of segments")
+            raise ValueError(f"kinds of segments below {len(kinds)}")
         if picks and len(picks) != len(kind_of):
-            raise ValueError(f"{len(picks)} picks for {len(kind_of)} segments")
+            raise ValueError(f"{len(kind_of)} picks, one a segment, not {len(picks)}")
         for kind, pick in zip(kind_of, picks, strict=False):
-            if kind >= len(kinds) or pick >= len(kinds[kind].options):
-                raise ValueError(f"there is no option {pick} of kind {kind}")
+            known = len(kinds[kind].options) if kinds else 0
+            if pick >= known:
+                raise ValueError(f"options below {known} for kind {kind}, not {pick}")
 
 
 # Reasons why a kernel with a sharding rule is whole on every device. The sizes of its

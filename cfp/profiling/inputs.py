@@ -77,7 +77,7 @@ def _picks(program: Program, op: Op) -> list[tuple[int, int]]:
 
 
 def _counted(program: Program, value: int) -> int:
-    """Returns n if a value is 0, 1, ..., n - 1 along a dim; otherwise 0."""
+    """Returns the length of an iota among a value's `sources`; 0 without one."""
     for source in sources(program, value):
         producer = program.values[source].producer
         op = program.ops[producer] if producer >= 0 else None

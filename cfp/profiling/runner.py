@@ -69,7 +69,7 @@ def place_of_parts(
     timing: TimingOptions | None = None,
     built: dict[str, Built] | None = None,
 ) -> Place:
-    """Makes the place of jobs that are parts of a program.
+    """Makes a `Place` whose functions build and time parts of a program on a mesh.
 
     Args:
       built: ``{key: program}`` built for this mesh before; used ones are removed.

@@ -275,10 +275,9 @@ def _call_rule(rule: Rule) -> Rule | None:
 
 
 def _transform_rule(rule: Rule) -> Rule:
-    """Fixes all factors of a Fourier transform before jaxlib 0.12; later none.
+    """Fixes all factors of a Fourier transform, before jaxlib 0.12.
 
-    Until then XLA gathers dims that are not transformed, too (jaxlib 0.10.2 and 0.11.2,
-    plain jax.jit with in_shardings too).
+    There XLA gathers even dims that are not transformed (seen in 0.10.2 and 0.11.2).
     """
     rule = replace(_unpadded(rule), held=True)
     if _numbers(version("jaxlib")) >= _TRANSFORMS_SHARDED:

@@ -252,7 +252,7 @@ class RaceResult:
 
     @property
     def candidate(self) -> Candidate:
-        """The program's candidate."""
+        """The planner's choice (strategies, kernels, storage) that the program runs."""
         return self.program.candidate
 
     @property

@@ -218,7 +218,7 @@ class _Turns:
 
     Attributes:
         programs, ready: ``{key: program}`` of all, and compiled ones that fit.
-        records: ``{key: record}`` of a failure, a look, or the turns so far.
+        records: ``{key: record}`` of a failure, a look (a short timing), or turns.
         order: keys of the programs in the next turn.
         in_turns: ``{key: record}`` of turns, without looks.
         fastest_ms: ``{key of a program left out: time of the fastest then}``.

@@ -221,7 +221,7 @@ def explain_text(plan: Plan, block: str | None = None) -> str:
 
 
 def _wanted(plan: Plan, block: str) -> set[int]:
-    """Finds numbers of blocks by name, or by a merged name such as layer_0-3."""
+    """Finds numbers of blocks by part of a name, also merged; CfpError for none."""
     sought = block.casefold()
     pattern = sought if "*" in sought else f"*{sought}*"
 

@@ -125,7 +125,7 @@ class Steps:
     # -- names of dims -----------------------------------------------------------------
 
     def _of(self, op: Op, v: int, dims: Dims, known: dict[int, int]) -> _Places:
-        """Numbers of a tensor's dims, by an op's factors; fills `known`."""
+        """Ids of a tensor's dims, 0 for size 1; adds to `known`, {factor: id}."""
         found, sizes = list[int](), op.known_rule.sizes
         for size, factors in zip(self.program.shape(v), dims, strict=True):
             large = [f for f in factors if sizes[f] > 1 and size > 1]
@@ -162,7 +162,7 @@ class Steps:
             raise Different("no op sums its exponentials")
         if len(keys) > 1:
             raise Different(
-                "it sums over more than keys, as the gradient of a bias does"
+                "it sums exponentials over more than keys, as a bias's gradient does"
             )
         rule = region.scores.known_rule
         of = [{rule.major(f) for f in dims} - {None} for dims in rule.operands[:2]]

@@ -162,7 +162,7 @@ class Reader:
         numbers = [(self.values.number((v, ())), own) for v, own in reads]
         form = ("window", self.tokens, *numbers, *sorted(states))
         if form not in self.values.known:
-            arrays = [placed(self.values.dense(v), own, ORDER) for v, own in reads]
+            arrays = [placed(self.values.array(v), own, ORDER) for v, own in reads]
             rows = self._rows(shown(arrays, states))
             own = self._window_of(rows[0]) if (rows == rows[0]).all() else None
             self.values.known[form] = own, bool(rows.any(axis=-1).all())
@@ -182,7 +182,7 @@ class Reader:
         op, count = self.program.maker(self.values.same(v)), self.sizes["k"]
         if op is None or op.kind != "compare" or op.direction in ("EQ", "NE"):
             return False
-        arrays = (placed(self.values.dense(x), letters, ORDER) for x in op.operands)
+        arrays = (placed(self.values.array(x), letters, ORDER) for x in op.operands)
         places = {x.shape: x for x in map(self._rows, arrays)}
         keys = places.get((1, 1, count), np.zeros(0))
         if count == 1 or {*places} != {(1, 1, count), (1, count, 1)}:
@@ -246,7 +246,7 @@ class Reader:
         place, length = (0, 1) if op.direction == "LT" else (1, 0)
         if not self.values.is_leaf(op.operands[place]):
             return None
-        counted = placed(self.values.dense(op.operands[place]), read.letters, ORDER)
+        counted = placed(self.values.array(op.operands[place]), read.letters, ORDER)
         shape = [self.sizes["k"] if x == "k" else 1 for x in ORDER]
         if not np.array_equal(counted, np.arange(self.sizes["k"]).reshape(shape)):
             return None
@@ -267,7 +267,7 @@ class Reader:
                 raise Different(
                     "a bias that the step computes may hide all keys of a query"
                 )
-            x = self.values.dense(v)
+            x = self.values.array(v)
             is_exact = (x.astype(numpy_dtype(dtype)) == x).all()
             if not is_exact or np.frexp(abs(factor))[0] != 0.5:
                 raise Different(f"a kernel adds a bias in {dtype}, which rounds it")

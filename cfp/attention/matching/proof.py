@@ -126,7 +126,7 @@ def states_of(core: Core, key: Key) -> States | None:
     if dtype == "i1" or not values.is_leaf(v):
         return _made_of_bools(values, v)
     try:
-        return _distinct(values.dense(v))
+        return _distinct(values.array(v))
     except NotConstant as error:
         raise Different(f"a mask or bias depends on {error}") from error
 

@@ -70,8 +70,8 @@ class Values:
         """True if a value is constant: depends on no argument, counter or flag."""
         return self.same(v) in self._leaves
 
-    def dense(self, v: int, given: Mapping[int, np.ndarray] = _NOTHING) -> np.ndarray:
-        """The array of a constant; see `Constants.value`."""
+    def array(self, v: int, given: Mapping[int, np.ndarray] = _NOTHING) -> np.ndarray:
+        """A constant's array, size 1 where it does not vary; NotConstant for others."""
         return self._constants.value(v, self.same, given)
 
     def number_of_constant(self, v: int) -> float | None:
@@ -79,7 +79,7 @@ class Values:
         if self._leaves.get(self.same(v), True):
             return None
         try:
-            found = self.dense(v)
+            found = self.array(v)
         except NotConstant:
             return None
         return float(found.reshape(-1)[0]) if found.size == 1 else None
@@ -121,7 +121,7 @@ class Values:
                 yield op, index, w
 
     def _counters_of(self, loop: Op) -> frozenset[int]:
-        """Arguments of the body that count 0, 1, 2... in a loop of known length."""
+        """Value ids of the body's arguments that count 0, 1, 2... in a counted loop."""
         found = set[int]()
         entries = loop.entries[len(loop.operands) :]
         for start, entry, v in zip(loop.operands, entries, loop.yields, strict=True):

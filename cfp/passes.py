@@ -504,7 +504,7 @@ def _fitting_as_compiled(
     solution: Solution,
     known: Collection[Choice],
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Finds plans and presets that fit by compiled sizes, without known choices."""
+    """Returns new (plans, presets) that fit with memory scaled to compiled sizes."""
     problem, names = solution.problem, {one.name for one in solution.candidates}
     programs = programs_of(analysis, solution.candidates, context.environment)
     factors = dict[Choice, float]()

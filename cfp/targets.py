@@ -356,7 +356,7 @@ def _may_pick(leaf: Any) -> bool:
 def _rows(
     step: FlatStep, places: Sequence[Any], which: Collection[int]
 ) -> dict[int, int]:
-    """Finds leaves that are indices of rows in the step; maps them to their number."""
+    """Returns {leaf: number of rows} of leaves that are indices of rows in the step."""
     place = places[0]
     if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
         mesh = planning_mesh(place.mesh)

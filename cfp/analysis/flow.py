@@ -97,7 +97,7 @@ class Flow:
         return (op.results[place],)
 
     def readers(self, *values: int) -> Iterator[tuple[Op, int]]:
-        """Yields (op, operand index) of readers; loops and the like are followed."""
+        """Yields (op, operand index) of readers, also behind loops and barriers."""
         for v in self.made_of(values, lambda _: False):
             for user, index in self.program.users[v]:
                 if not passes(op := self.program.ops[user]):

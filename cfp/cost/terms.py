@@ -253,7 +253,7 @@ class Terms:
     def owned_groups(
         self, groups: Sequence[int], blocks: Sequence[BlockTerms]
     ) -> list[list[int]]:
-        """Groups by block: each at its first reading block, or else its first maker."""
+        """Groups by block: each at its first reader, else at its gradient's maker."""
         frame = self.frame
         owned: list[list[int]] = [[] for _ in blocks]
         for index in groups:

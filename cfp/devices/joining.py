@@ -202,7 +202,7 @@ def join_if_asked() -> None:
 
 
 def is_follower() -> bool:
-    """True if not process 0, which decides, prints and writes files; uses no device."""
+    """True in processes other than 0, which decides and prints; uses no device."""
     if (talk := coordination()) is not None:
         return talk.channel.process != 0
     return os.environ.get(PROCESS_ID, "0") != "0"

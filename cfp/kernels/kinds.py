@@ -53,8 +53,8 @@ class Kind(Protocol):
     """A module that finds what its kernels may replace, with proof.
 
     Attributes:
-        NAME: as plans have it, such as "attention".
-        KERNELS: names that users give.
+        NAME: name in plans, such as "attention".
+        KERNELS: names of the kernels, as users give them.
     """
 
     @property

@@ -243,7 +243,7 @@ class CompiledStep:
 
     @cached_property
     def dispatch(self) -> Dispatch:
-        """Checks the argument leaves of calls, and moves them to their shardings."""
+        """Object that checks argument leaves of calls, and moves them to shardings."""
         return Dispatch(self.step, self.in_shardings)
 
     @cached_property

@@ -198,7 +198,7 @@ def propagated(frame: Frame) -> Mapping[str, Choice]:
 
 
 def _stored_usually(frame: Frame, strategies: tuple[Strategy, ...]) -> Choice:
-    """Returns the choice with the first storage equal to that along largest dims."""
+    """Returns the choice with the first storage mode that shards as `LARGEST` does."""
     layout = Layout(frame, dict(enumerate(strategies)), {})
 
     def stored(mode: Storage) -> list[dict[int, Spec]]:

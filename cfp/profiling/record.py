@@ -231,7 +231,7 @@ class ProfileKey:
         names = [name for name, _ in self.parts]
         doubled = sorted({name for name in names if names.count(name) > 1})
         if doubled:
-            raise ValueError(f"expected every part once, got more of {doubled}")
+            raise ValueError(f"expected every part once, got several of {doubled}")
 
     @property
     def digest(self) -> str:

@@ -315,7 +315,7 @@ def _read_line(line: bytes) -> ProfileRecord:
     if (found := _refused_choice(record.choice)) is not None:
         raise ValueError(found)
     if any(printable(text, _KEPT) != text for part in record.parts for text in part):
-        raise ValueError("parts of the key with characters that cannot be printed")
+        raise ValueError("parts of the key have characters that cannot be printed")
     return replace(record, reason=printable(record.reason, _KEPT))
 
 

@@ -333,10 +333,7 @@ class Program:
         return parent < 0 or parent in self.opened
 
     def top_level(self, op: int) -> int:
-        """Returns the outermost loop or branch around an op, opened ones aside.
-
-        Returns the op's own id if there is none.
-        """
+        """Id of the outermost unopened loop or branch around an op, or else its own."""
         while not self.is_top_level(op):
             op = self.ops[op].parent
         return op

@@ -539,7 +539,7 @@ def _converted(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if dtype.kind in "iu" and x.dtype.kind not in "iub":
         wide, ends = x.astype(np.float64), np.iinfo(dtype)
         if not ((wide >= ends.min) & (wide <= ends.max)).all():
-            raise NotConstant("numbers that an integer does not hold")
+            raise NotConstant("numbers beyond an integer type's range")
         return np.trunc(wide).astype(dtype)
     return x.astype(dtype)
 

@@ -81,7 +81,7 @@ class Sites(Generic[_Site]):
     left_alone: tuple[LeftAlone, ...] = ()
 
     def among(self, program: Program, ops: Collection[int]) -> list[_Site]:
-        """Returns the sites that some top-level ops compute."""
+        """Returns the sites in top-level ops, or in loops among these."""
         inside = set(ops)
         found = self.found.items()
         return [one for op, one in found if program.top_level(op) in inside]

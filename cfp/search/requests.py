@@ -393,7 +393,7 @@ class MeasurementRequest:
     def _pair(
         self, records: Mapping[str, ProfileRecord]
     ) -> tuple[ProfileRecord, ProfileRecord] | None:
-        """Returns records of the neighbour and the pair; None unless both are ok."""
+        """Records of the neighbour alone and with the segment; None unless both ok."""
         if self.neighbour is None:
             return None
         neighbour, both = (records[job.key.digest] for job in self.jobs[1:])

@@ -229,7 +229,7 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
         "batch",
     ),
     (_crossing, "collectives between hosts (along {}): {}; within hosts: {}"),
-    (_undivided, "{} devices do not divide the batch of {}: some have the same rows"),
+    (_undivided, "{} devices do not divide the batch of {}: some compute the same"),
     (lambda plan: "; ".join(plan.site_checks), "{}"),
     (
         _loops,

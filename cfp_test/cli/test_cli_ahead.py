@@ -106,7 +106,7 @@ def test_without_a_plans_devices_only_what_helps_there_is_suggested(tmp_path):
     assert "for 4 of NVIDIA H200 (4xh200), and these are 4 of cpu" in refused.err
     assert "in a command --other-devices" in refused.err
     assert there.code == 0, there.err
-    assert "these are 4 of cpu: results are the step's; times say" in there.out
+    assert "these are 4 of cpu: results are the step's; times are not" in there.out
     assert "of its rate" not in there.out
     for said in (verified.err, ran.err):
         assert "x=4 needs 4, and here are 1 of platform cpu" in said

@@ -183,8 +183,8 @@ plan.report("report.html")
 # ## Train on all of them
 #
 # `plan.apply` gives the same step, sharded, and `plan.init` makes the state in its
-# shardings, so that no device ever holds all of it. The loop is the one of above, and
-# so are the losses, up to rounding.
+# shardings, so that no device ever holds all of it. The training
+# loop above has the same losses with it, up to rounding.
 
 # %%
 step = plan.apply(train_step)

@@ -347,9 +347,9 @@ class Steps:
         scores = [n for n in dots if steps[n].op is self.region.scores]
         others = {*dots} - {*scores, *sinks.values()}
         if len(scores) != 1:
-            raise Different("scores of two iterations of a loop enter it")
+            raise Different("a result needs scores of several iterations of a loop")
         if len(others) != ("out" not in sinks):
-            raise Different("more than two contractions enter it")
+            raise Different("a result needs other contractions than an attention's")
         [number], names = (others, ("dout", "v")) if others else (scores, ("q", "k"))
         if len({steps[n].op.parent for n in (number, *sinks.values())}) > 1:
             raise Different("its contractions are computed in different loops")

@@ -186,7 +186,7 @@ def _table(core: Core) -> Table:
     if not (is_alike[~is_hidden].all() and np.all(abs(constants[~is_hidden]) < 1e-5)):
         raise Different(_ANOTHER)
     if not is_alike[passes].all():
-        raise Different("a hidden score goes through another function")
+        raise Different("masked scores go through another function than others")
     adds = is_hidden & passes & (constants + 1e5 * first[0] != constants)
 
     def some(chosen: Any) -> tuple[States, ...]:
@@ -279,7 +279,7 @@ def _compare(core: Core, table: Table, is_rounded: bool) -> None:
 
 
 def _norm(x: np.ndarray) -> np.ndarray:
-    """L2 norm of an array, for each draw."""
+    """L2 norms of the items of an array's first dim, which are draws."""
     return np.sqrt(np.square(x).reshape(len(x), -1).sum(axis=1))
 
 

@@ -352,7 +352,7 @@ class Region:
         for op, index, w in self.values.readers(v):
             if op.kind == "dot_general":
                 if self.sinks.setdefault(op.id, index) != index:
-                    raise Different("a contraction reads two tensors of the attention")
+                    raise Different("both operands of a contraction come from scores")
             elif op.kind == "dynamic_update_slice" and index == 1:
                 self._add_stack(op, v)
             elif op.parent != self.values.parent(w):
@@ -424,7 +424,7 @@ def contractions(values: Values, v: int, size: int) -> Iterator[Op]:
 
 
 def scores_of(values: Values, exponential: Op) -> Op | None:
-    """The contraction whose result may be the scores of a softmax; None without."""
+    """Returns the contraction that may make a softmax's scores, or None."""
     [v], size = exponential.operands, prod(values.program.shape(exponential.results[0]))
     dot = next(contractions(values, v, size), None)
     return dot if dot is not None and _is_batched(dot) else None

@@ -577,7 +577,7 @@ def model_flops(program: Program, op: Op) -> int:
 
 
 def _group_dims(program: Program, value: int) -> list[int]:
-    """Returns the dims of a masked value along which each group has a copy."""
+    """Dims of a masked value along which each group of a ragged product has a copy."""
     op, transposes = _behind(program, value, _SAME)
     if op is None or op.kind != "select" or not program.is_leaf(op.operands[2]):
         return []
@@ -628,7 +628,7 @@ def _behind(
 
 
 def _transposed(dims: list[int], transposes: list[Op]) -> list[int]:
-    """Maps dims through transposes, which are listed last first."""
+    """Maps dims through transposes, of which the list has the last first."""
     for op in reversed(transposes):
         dims = [n for n, dim in enumerate(op.integers("permutation")) if dim in dims]
     return dims

@@ -424,7 +424,7 @@ _PURE = frozenset({"constant", "iota"})
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The value numbers of a program.
+    """Numbers of a program's values: values that are provably equal have equal ones.
 
     Attributes:
         of: a number for each value id.

@@ -113,7 +113,7 @@ class _Finder:
         self.leads_before, _ = first_downstream(flow, targets, outputs | ends - carried)
 
     def _is_handed_on(self, output: int) -> bool:
-        """True for a new value that products read at once, and without a gradient.
+        """True for a new value, made without a gradient, that the step's products read.
 
         For example the state of a linear attention, which is no parameter.
         """

@@ -167,7 +167,7 @@ class Costs:
         return self._able[kind]
 
     def _least_bytes(self, kind: int, candidate: SegmentChoice) -> SegmentBytes:
-        """Memory that a segment keeps; results of the program are no residuals."""
+        """Memory that a segment keeps: its state, and residuals that are no results."""
         segment, layout = self._kinds[kind], self._layout(kind, candidate)
         groups = (layout.frame.groups[index] for index in segment.groups)
         state = {p: argument_bytes(layout, p) for group in groups for p in group.args}

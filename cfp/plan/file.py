@@ -90,7 +90,7 @@ def _on_mesh(spec: Spec, info: ValidationInfo) -> Spec:
 
 def _in_order(ops: tuple[int, ...]) -> tuple[int, ...]:
     if any(b <= a for a, b in pairwise(ops)):
-        raise ValueError("numbers of ops, in their order")
+        raise ValueError("rising numbers of ops")
     return ops
 
 
@@ -126,7 +126,7 @@ def _fit(specs: tuple[Spec, ...], info: ValidationInfo) -> tuple[Spec, ...]:
         # Inside of a program, random keys have one dim more than JAX shows.
         hidden = 1 if "<" in kind else 0
         if not len(shape) <= len(spec) <= len(shape) + hidden:
-            raise ValueError(f"{len(shape)} dims, for {kind}")
+            raise ValueError(f"axes for {len(shape)} dims of {kind}")
         for size, names in zip(shape, spec, strict=False):
             if size % math.prod(_mesh(info)[name] for name in names):
                 raise ValueError(f"axes that divide the dims of {kind}")
@@ -419,4 +419,4 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(name: str) -> Never:
-    raise ValueError(f"{name} is no number of JSON's")
+    raise ValueError(f"{name} is no number in JSON")

@@ -452,7 +452,7 @@ def _most_counted(places: ir.Value) -> int:
 
 
 def _spread(value: ir.Value, tokens: list[int], shape: list[int]) -> ir.Value:
-    """Broadcasts a number of each token along the words."""
+    """Broadcasts one number a token (dims `tokens`) to `shape`."""
     element = ir.RankedTensorType(value.type).element_type
     one = stablehlo.reshape(ir.RankedTensorType.get(tokens, element), value)
     dims = ir.DenseI64ArrayAttr.get(range(len(tokens)))

@@ -88,7 +88,7 @@ def _members(segments: list[dict[str, Any]], kind: int) -> str:
 
 
 def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
-    """Collects all measurements for JSON; strategies as of `strategy_numbers`."""
+    """Collects all measurements for JSON; strategies have their `strategy_numbers`."""
     found, records = [], profiles.records
     for wanted in profiles.requests:
         segment = analysis.segments[analysis.representatives[wanted.kind]]

@@ -24,18 +24,18 @@ from cfp.analysis.dump import (
 )
 from cfp.analysis.layout import Layout, lay_out
 from cfp.analysis.strategies import block_strategies
-from cfp.cli import options
 from cfp.cli.planning import search_stored
 from cfp.cli.session import Session, analyse, dump_session
 from cfp.cli.supervise import Supervision
 from cfp.cluster.doctor import shows_nvidia
-from cfp.context import PlannerSettings, open_context
+from cfp.context import DetailedSettings, PlannerSettings, open_context
 from cfp.errors import CfpError
 from cfp.models import find
 from cfp.passes import profile
 from cfp.printable import parse_bytes
 from cfp.profiling.store import store_path
 from cfp.search.requests import MeasurementRequest
+from cfp.settings import ConstraintLevel
 from cfp.targets import model_target
 from cfp.view.console import Display
 from cfp.view.passes import strategy_numbers
@@ -126,7 +126,12 @@ def append_row(file: Path | None, row: Mapping[str, Any]) -> None:
 
 
 def _settings(args: argparse.Namespace) -> PlannerSettings:
-    return options.settings(per_kind=args.per_kind, quick=args.quick, measure=True)
+    quick: dict[str, Any] = {
+        "in_context": False,
+        "constraint_levels": (ConstraintLevel.EVERYTHING,),
+    }
+    how = quick if args.quick else {}
+    return DetailedSettings(per_kind=args.per_kind, measure=True, **how)
 
 
 def _found_platform() -> str:

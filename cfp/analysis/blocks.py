@@ -282,9 +282,9 @@ class _Labels:
     ) -> list[int]:
         """Returns blocks that may have the dims that block `label` lacks.
 
-        Blocks that make operands with these dims come first, then blocks of readers;
-        the latest first in each. Only readers may have all dims of a shared matrix
-        times rows of the batch, or of a looked-up bias that is added to each row.
+        Blocks that make operands with these dims come first, then blocks that read
+        results; in each, the latest first. For example only readers have all dims, if
+        the part is a looked-up bias that is added to each row.
         """
         near: set[int] = set()
         for op_id in part:

@@ -348,7 +348,7 @@ class Check:
     def _rounded(
         self, expected: Any, changes: Mapping[str, float], tell: Callable[[str], None]
     ) -> tuple[dict[str, float], set[str]]:
-        """Computes `Differences.rounded`, and leaves that FP8 alone makes infinite."""
+        """Returns (`Differences.rounded`, paths of leaves infinite in FP8 alone)."""
         if (plain := self.reference.unrounded) is None:
             return {}, set()
         tell("running the step without FP8")

@@ -108,8 +108,8 @@ class MeasureOptions:
     """Options of builds and timings.
 
     Attributes:
-        retry_failures: True to try failures from before `began` again; a moment to try
-            those from before it. A restarted process gets the first one's moment.
+        retry_failures: True tries failures from before `began` again; a time, those
+            from before that time. A restarted process gets the first process's time.
         progress: called with every event, a `Progress` or a line of text.
         began: time at which the object was made.
     """

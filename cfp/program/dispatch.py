@@ -114,7 +114,7 @@ _ASKS_FIRST = jax.__version_info__ < (0, 11, 2)
 
 
 def _nothing() -> None:
-    """Returns None: no array is expected."""
+    """Returns None, in place of a weak reference to an array."""
 
 
 class _Memory(NamedTuple):

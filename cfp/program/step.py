@@ -271,7 +271,7 @@ class FlatStep:
         return calling.lost_changes(lambda *x: self._run(fn, x), self.avals)
 
     def _trace(self) -> jax.stages.Traced:
-        """Traces the function without shardings, or else with those on explicit axes.
+        """Traces without shardings; if that fails, with shardings on explicit axes.
 
         A step's own shard_map may need explicit axes. Other steps do not trace with the
         shardings that their arguments happen to have.

@@ -301,7 +301,7 @@ class RaceResult:
 
     @property
     def samples_ms(self) -> tuple[float, ...]:
-        """Step times of the whole program, ms, corrected for drift; empty without."""
+        """Step times of the program, ms, corrected for drift; empty without a run."""
         if self.record is None:
             return ()
         return tuple(self.record.drift * ms for ms in self.record.samples_ms)

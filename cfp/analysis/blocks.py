@@ -309,7 +309,7 @@ class _Labels:
         block: int,
         labels: list[int],
     ) -> bool:
-        """Moves candidates with all dims in a block to it; True if any moved."""
+        """Moves candidates to a block that has all their dims; True if any moved."""
         held = [op for op in candidates if self._may_hold(op, block)]
         joined = [*ops[block], *held]
         lacking = self._lacking(joined, self.members[block], held)

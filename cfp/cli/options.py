@@ -441,5 +441,5 @@ def mode_of(
             flag = flags[name] if flags[name].startswith("-") else flags[name].upper()
             raise CfpError(f"{flag} does not go with {flags[mode]}. Leave out one.")
         if mode is None and name in parts:
-            raise CfpError(f"{flags[name]} goes with {flags[parts[name]]}.")
+            raise CfpError(f"{flags[name]} needs {flags[parts[name]]}. Give both.")
     return mode

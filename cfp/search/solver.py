@@ -322,7 +322,7 @@ class _Line(NamedTuple):
     held: int
 
     def at(self, price: float) -> float:
-        """Returns the cost, ms, with held bytes at a price."""
+        """Returns the cost, ms, if each held byte costs `price` ms more."""
         return self.cost_ms + price * self.held
 
 

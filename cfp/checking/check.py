@@ -154,7 +154,7 @@ class Differences(list[Leaf]):
 
     Attributes:
         rounded: effect of FP8: {path: distance to the step without FP8} of the furthest
-            state leaf (relative to its change) and other leaf (relative to its norm).
+            changed state leaf (relative to its change) and other leaf (to its norm).
     """
 
     def __init__(
@@ -219,9 +219,9 @@ def compare(found: Any, expected: Any) -> Differences:
     return Differences(differences)
 
 
-def _by_path(tree: Any) -> dict[str, Any]:
+def _by_path(tree: Any, above: tuple[Any, ...] = ()) -> dict[str, Any]:
     leaves, _ = tree_flatten_with_path(tree)
-    return {keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    return {keystr((*above, *p), simple=True, separator="/"): x for p, x in leaves}
 
 
 def brought_together(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -313,10 +313,10 @@ class Check:
         usual = self._results(self.planned, fresh)
         margin = NARROW_MARGIN if self.planned.narrow else ROUNDING_MARGIN
         how = {"tolerance": self.tolerance, "margin": margin}
-        made = [
-            replace(leaf, change=changes.get(leaf.path, 0.0), **how)
-            for leaf in compare(usual, expected)
-        ]
+        by_path = {x.path: replace(x, **how) for x in compare(usual, expected)}
+        for path, change in changes.items():
+            by_path[path] = replace(by_path[path], change=change)
+        made = [*by_path.values()]
         # Rounding is measured on the plan's side if its kernels round more.
         usual = in_host(usual) if self.planned.perturbed else expected
         for seed in range(NUDGES):
@@ -337,12 +337,14 @@ class Check:
         return perturbed().compile() if perturbed else self.reference.step
 
     def _changes(self, expected: Any) -> dict[str, float]:
-        """Relative change of each state leaf by a step, by path in its result."""
+        """Relative change of each state leaf that changes, by path in the result."""
+        parts = tree_flatten_with_path(expected, lambda node: node is not expected)[0]
         changes = {}
         for position, place in self.feedback.items():
-            folder = "" if place is None else f"{place}/"
-            for leaf in compare(self._args[position], _part(expected, place)):
-                changes[f"{folder}{leaf.path}".rstrip("/")] = leaf.relative_l2
+            above, part = ((), expected) if place is None else parts[place]
+            paths = dict(zip(_by_path(part), _by_path(part, above), strict=True))
+            found = compare(self._args[position], part)
+            changes |= {paths[x.path]: x.relative_l2 for x in found if x.relative_l2}
         return changes
 
     def _rounded(
@@ -356,7 +358,7 @@ class Check:
         found, have, want = compare(have, want), _by_path(have), _by_path(want)
         far = [x.path for x in found if not isfinite(x.relative_l2)]
         lost = {x for x in far if (np.isfinite(want[x]) > np.isfinite(have[x])).any()}
-        off = [(x.relative_l2 / (changes.get(x.path) or 1), x.path) for x in found]
+        off = [(x.relative_l2 / changes.get(x.path, 1), x.path) for x in found]
         largest = {path in changes: (path, distance) for distance, path in sorted(off)}
         return dict(largest.values()), lost
 

@@ -8,6 +8,7 @@ import functools
 import itertools
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -246,6 +247,36 @@ def test_wrong_plans_fail(dtype, optimizer, fault):
 @pytest.mark.parametrize(("dtype", "optimizer"), COMPUTED)
 def test_what_is_right_is_not_off(dtype, optimizer):
     assert max(shares(dtype, optimizer, None).values()) == 0
+
+
+class Made(NamedTuple):
+    """Results with names."""
+
+    state: dict[str, jax.Array]
+    total: jax.Array
+
+
+@pytest.mark.parametrize(
+    ("result", "name"), [(Made, "state"), (lambda *both: both, "0")]
+)
+def test_small_changes_of_state_are_compared_in_any_tuple(result, name):
+    def compiled(rate, kept=1.0):
+        def step(state, x):
+            new = {"up": state["up"] - rate * x, "kept": state["kept"] * kept}
+            return result(new, x.sum())
+
+        return compile_alone(flatten_step(step, args), jax.devices()[0])
+
+    args = {"up": jnp.ones(8), "kept": jnp.ones(4)}, jnp.ones(8)
+    right, wrong = compiled(1e-5), compiled(0.5e-5)
+    check = Check(wrong, Reference(right, unrounded=compiled(2e-5, 1.5)), {0: 0})
+    check.start(args)
+    found = check.step()
+    assert [one.path for one in found.failures] == [f"{name}/up"]
+    assert found.failures[0].change == pytest.approx(1e-5, rel=0.02)
+    # What does not change is compared with its norm.
+    off = {f"{name}/up": 1.0, f"{name}/kept": 1 / 3}
+    assert found.rounded == pytest.approx(off, rel=0.02)
 
 
 # ------------------------------------------------------------- what is never allowed

@@ -62,8 +62,6 @@ class Coordination:
         is_on: True inside of `coordinated`.
         hosts: ``[process]`` host names, after `meet`.
         least_bytes: least memory of any process's device; 0 if unknown.
-        failure: reason of this process's failure in its current job; "" without one.
-            It shortens the wait for others.
     """
 
     channel: Channel
@@ -74,7 +72,6 @@ class Coordination:
     is_on: bool = False
     hosts: tuple[str, ...] = ()
     least_bytes: int = 0
-    failure: str = ""
     _alive: WeakSet[Said] = field(default_factory=WeakSet)
     _lock: Any = field(default_factory=threading.Lock)
 
@@ -92,10 +89,15 @@ class Coordination:
             self._put(f"{said.number}/job", (job, arguments, alive))
         return said
 
-    def answers(self, said: Said) -> list[Any]:
-        """Waits for all followers' answers to a job, in order of processes."""
+    def answers(self, said: Said, failure: str = "") -> list[Any]:
+        """Waits for all followers' answers to a job, in order of processes.
+
+        Args:
+            failure: reason of this process's failure in the job, which shortens the
+                wait; "" without one.
+        """
         others = range(1, self.channel.count)
-        found = [self._read(f"{said.number}/{n}", n) for n in others]
+        found = [self._read(f"{said.number}/{n}", n, failure) for n in others]
         self.channel.forget(f"{self._folder}/{said.number}")
         return found
 
@@ -108,15 +110,13 @@ class Coordination:
         Raises:
             ProcessError: the run failed in some processes only, or one does not answer.
         """
-        self.failure = failure
-        found = [failure, *self.answers(said)]
+        found = [failure, *self.answers(said, failure)]
         failed = [str(n) for n, text in enumerate(found) if text]
         if 0 < len(failed) < len(found):
             raise ProcessError(
                 f"A program failed in process {', '.join(failed)}, and ran in the "
                 f"others: {''.join(found)}. Free the memory of all devices. {_AGAIN}"
             )
-        self.failure = ""
 
     def follow(
         self, jobs: Mapping[str, Callable[..., Any]], keep: Callable[[set[int]], object]
@@ -128,14 +128,15 @@ class Coordination:
                 `answer`, and return the reason of a failure here, or an empty value.
             keep: releases built programs, except those of the given job numbers.
         """
+        failure = ""
         while True:
             self.number += 1
-            job, arguments, alive = self._read(f"{self.number}/job", 0)
+            job, arguments, alive = self._read(f"{self.number}/job", 0, failure)
             keep(alive)
             if job == _END:
                 self.answer(self.number, None)
                 return arguments[0]
-            self.failure = jobs[job](self.number, *arguments) or ""
+            failure = jobs[job](self.number, *arguments) or ""
 
     def answer(self, number: int, value: Any) -> None:
         """Sends this process's answer to a job."""
@@ -210,22 +211,22 @@ class Coordination:
         text = base64.b64encode(made.getvalue()).decode()
         self.channel.put(f"{self._folder}/{place}", text)
 
-    def _read(self, place: str, other: int) -> Any:
+    def _read(self, place: str, other: int, failure: str = "") -> Any:
         """Waits for another process's message; after a failure here, only shortly.
 
         Raises:
             ProcessError: another process has failed, or does not answer in time.
         """
-        most = self.after_failure if self.failure else self.timeout_seconds
+        most = self.after_failure if failure else self.timeout_seconds
         end = time.monotonic() + most
         while (
             text := self.channel.get(f"{self._folder}/{place}", _LOOK_SECONDS)
         ) is None:
             self.check_others()
             if time.monotonic() > end:
-                why = self.failure and (
+                why = failure and (
                     "A program failed in this process of several, which cannot go on "
-                    f"without the others: {self.failure.splitlines()[0]}. "
+                    f"without the others: {failure.splitlines()[0]}. "
                 )
                 raise ProcessError(
                     f"{why}Process {other} of {self.channel.count} does not answer "
@@ -323,7 +324,7 @@ def coordinated(meshes: Iterable[Mesh]) -> Iterator[Coordination | None]:
         yield None
         return
     done = threading.Event()
-    talk.epoch, talk.number, talk.is_on, talk.failure = talk.epoch + 1, 0, True, ""
+    talk.epoch, talk.number, talk.is_on = talk.epoch + 1, 0, True
     threading.Thread(target=_watch, args=(talk, done.wait), daemon=True).start()
     try:
         yield talk

@@ -148,6 +148,30 @@ def test_a_run_that_failed_in_all_is_a_failure_like_any_other(talks):
     assert said(talks[0]) == []
 
 
+def test_a_failed_run_does_not_shorten_the_next(talks):
+    leader, follower = talks
+    ran = []
+
+    def lead():
+        leader.settle(leader.say("fail"), "no memory")
+        order = leader.order(job := leader.say("run"))
+        time.sleep(2 * follower.after_failure)
+        order(1), order(0)
+        leader.settle(job, "")
+        leader.broadcast("the plan")
+
+    def fail(number):
+        return follower.answer(number, "no room") or "no room"
+
+    def run(number):
+        ran.extend(follower.orders(number))
+        return follower.answer(number, "")
+
+    jobs = {"fail": fail, "run": run}
+    assert both(lead, lambda: follower.follow(jobs, id)) == [None, "the plan"]
+    assert ran == [1]
+
+
 @pytest.mark.parametrize(("ours", "theirs"), [("", "no room"), ("no memory", "")])
 def test_a_run_that_failed_in_one_process_ends_planning(talks, ours, theirs):
     error, other, _ = run_of(talks, ours, theirs)

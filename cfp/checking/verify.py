@@ -106,6 +106,8 @@ def verify(
         made = compose_plan(analysis, mesh, environment, outcome)
     marks = {WAS_DESCRIBED: was_described, OTHER_DEVICES: is_other}
     marks = {name: 1.0 for name, holds in marks.items() if holds}
+    search = {**made.search, **marks, VERIFIED: race.seconds}
+    search.pop("race_cached", None)  # Said of the race of planning.
     made = replace(
         made,
         measured_ms=best.time_ms,
@@ -113,7 +115,7 @@ def verify(
         figures=replace(made.figures or Figures(), budget_bytes=context.budget_bytes),
         rung="measured",
         race=tuple(map(race_row, results)),
-        search={**made.search, **marks, VERIFIED: race.seconds},
+        search=search,
         mesh=mesh,
     )
     return made.bound_to(step, out_tree)

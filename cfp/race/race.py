@@ -251,7 +251,7 @@ class Race:
             *(RaceRow(name=name, predicted_ms=None, note=why) for name, why in absent),
         ]
         counts: dict[str, float] = {**solution.counts}
-        counts["race_cached"] = float(all(one.cached for one in results))
+        counts["race_cached"] = float(races and all(one.cached for one in results))
         built = best and self.built.get(best.program.identity)
         if not races:
             rows = [*self.estimated_rows(results).values()]

@@ -214,7 +214,8 @@ def summary_line(plan: Plan) -> str:
     for name, what in ((ALL_SECONDS, "in all"), (VARIANTS_SECONDS, "for all variants")):
         parts += [f"{search[name]:.1f} s {what}"] if name in search else []
     # The seconds are of planning, before `cfp verify`.
-    return "before it was verified: " * (VERIFIED in search) + "; ".join(parts)
+    before = "before it was verified: " * (VERIFIED in search and bool(parts))
+    return before + "; ".join(parts)
 
 
 def has_raced(plan: Plan) -> bool:

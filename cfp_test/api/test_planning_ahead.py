@@ -27,7 +27,7 @@ from cfp.race.programs import TOO_LATE
 from cfp.settings import ConstraintLevel
 from cfp.targets import resolve
 from cfp.view.text import plan_text
-from cfp.view.words import VERIFIED
+from cfp.view.words import VERIFIED, headline
 from cfp_test.api.updown import SHAPES, arguments, step
 
 WEIGHTS = sum(4 * rows * columns for rows, columns in SHAPES.values())
@@ -303,9 +303,12 @@ def test_a_plan_does_not_race_itself_under_another_name(verified, mesh, folder, 
 def test_what_had_no_time_says_that_verifying_had_none(verified, ahead, mesh, tmp_path):
     """The times of planning are not this run's."""
     _, analysis, flat = verified
-    made = replace(ahead, search={"planning_seconds": 51.1})
+    made = replace(ahead, search={"planning_seconds": 51.1, "race_cached": 1.0})
     where = {"mesh": mesh, "cache_dir": tmp_path, "seconds": 0.0}
     found = verify(made, analysis, flat, None, **where)
+    assert found.search.keys() >= {"planning_seconds", VERIFIED}
+    assert "race_cached" not in found.search
+    assert f"{found.measured_ms:.3f} ms per step, measured;" in headline(found)
     late = [one for one in found.race if not one.samples_ms]
     assert {one.note for one in late} == {TOO_LATE}
     said = "\n".join(verified_text(made, found))

@@ -598,8 +598,9 @@ def _no_preset(
 def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solution:
     """Makes a preset, given by name, the solution without a search.
 
-    The preset races with attention kernels and as written, since a kernel may fail or
-    be slower. Without compiling, real devices get the preset as written.
+    The preset is a candidate with kernels, if these are able, and as written, since a
+    kernel may fail or be slower. Without a race, the faster by estimate comes first.
+    Without compiling, real devices get the preset as written.
 
     Raises:
         OptionError: the program has no preset of this name.
@@ -613,10 +614,10 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
         known = named_choices(analysis.frame)  # Propagation takes longer than the rest.
     if name not in known:
         raise _no_preset(name, known, analysis)
-    written, rates, replacing = known[name], None, context.rules.replacing
+    written, replacing, counts = known[name], context.rules.replacing, {}
     if decided := context.rules.estimates:
         found = profile(context, analysis)
-        rates, replacing = found.costs.rates, found.replacing
+        rates, replacing, counts = found.costs.rates, found.replacing, found.counts
     else:
         rates = known_rates(context.devices, context.store)
     likely = rates or Rates.default(analysis.frame.mesh)
@@ -629,11 +630,23 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
         replacing=replacing,
     ).problem
     assert problem is not None, "estimates are a problem"
-    best = with_kernels(analysis, problem, {name: written})[name]
-    candidates = [Candidate(name, best if context.compiles or decided else written)]
-    if best != written and context.compiles:
-        candidates.append(Candidate(f"{name} (as written)", written))
+    every = [option.candidate for row in problem.options for option in row]
+    able = {one.as_written for one in every if one.kernels}
+    kept = [
+        [i for i, option in enumerate(row) if option.candidate not in able]
+        for row in problem.options
+    ]
+    best = with_kernels(analysis, problem.among(kept), {name: written})[name]
+    candidates = [Candidate(name, written)]
+    if best != written and (context.compiles or decided):
+        title = f"{name} (as written)"
+        candidates = [Candidate(name, best), Candidate(title, written)]
+    if not context.races:
+        predict = partial(prediction_of, analysis, problem)
+        candidates.sort(key=lambda one: predict(one.choice).time_ms or inf)
     if not decided:
         return Solution(candidates, rates=rates)
     candidates = _predicted(analysis, problem, candidates)
-    return Solution(candidates, rates=rates, problem=problem, stage=Stage.SMALLEST)
+    return Solution(
+        candidates, rates=rates, problem=problem, counts=counts, stage=Stage.SMALLEST
+    )

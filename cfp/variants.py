@@ -89,11 +89,6 @@ def find_fastest(
     names = [variant.name for variant in variants]
     if not names or len(set(names)) < len(names):
         raise CfpError(f"The variants are {names}. Give each a name of its own.")
-    if names[1:] and options.preset is not None and not options.settings.race:
-        raise CfpError(
-            f"Without a race, times under the preset {options.preset!r} are not known. "
-            f"Set race=True, or pass one of {', '.join(names)}."
-        )
     doing = f"planning how to shard {getattr(variants[0].fn, '__name__', 'a step')!r}"
     if names[1:]:
         doing = f"planning variants of a step: {', '.join(names)}"
@@ -189,6 +184,11 @@ class _Planning:
         times = {name: one.time_ms for name, one in raced.items() if one.ran}
         times = times or {name: one.plan.measured_ms for name, one in measured.items()}
         times = times or {name: one.plan.predicted_ms for name, one in found.items()}
+        if len(found) > 1 and not any(times.values()):
+            raise CfpError(
+                f"Without a race, times under the preset {self.options.preset!r} are "
+                f"not known. Set race=True, or pass one of {', '.join(found)}."
+            )
         for one in tried:
             if result := raced.get(one.variant.name):
                 one.note = race_row(result).note

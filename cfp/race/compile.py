@@ -160,7 +160,11 @@ def _known_builds(
     found = builder.store.get_many(mine.digest for _, mine in keys.values())
     return {
         digest: Built(
-            key=key, compiled=None, collectives=one.collectives, **asdict(one.size)
+            key=key,
+            compiled=None,
+            collectives=one.collectives,
+            build_seconds=one.build_seconds,
+            **asdict(one.size),
         )
         for digest, (key, mine) in keys.items()
         if (one := found.get(mine.digest)) and fits(one, builder.budget_bytes)

@@ -165,7 +165,11 @@ def with_kernels(
             for segment in analysis.segments
         }
         kept = [
-            [i for i, o in enumerate(options) if o.candidate.as_written == own[kind]]
+            [
+                i
+                for i in problem.allowed(kind)
+                if options[i].candidate.as_written == own[kind]
+            ]
             for kind, options in enumerate(problem.options)
         ]
         if all(kept) and (best := solve(free.among(kept))) is not None:
@@ -217,6 +221,7 @@ class RaceResult:
     Attributes:
         record: record of a run or a failure; None if compiled only, or skipped.
         size: memory of the compiled program; zeros if not compiled.
+        build_seconds: time of its compile, perhaps in an earlier run.
         skipped: reason why it was not compiled; "" if it was.
         fits: True if `size` is within the budget; also if not compiled.
         cached: True if the result is from the store.
@@ -226,6 +231,7 @@ class RaceResult:
     record: ProfileRecord | None = None
     size: CompiledBytes = field(default_factory=CompiledBytes)
     collectives: tuple[Collective, ...] = ()
+    build_seconds: float = 0.0
     skipped: str = ""
     fits: bool
     cached: bool = False
@@ -245,6 +251,7 @@ class RaceResult:
             record=outcome if isinstance(outcome, ProfileRecord) else None,
             size=made.size,
             collectives=outcome.collectives if outcome else (),
+            build_seconds=outcome.build_seconds if outcome else 0.0,
             skipped="" if outcome else TOO_LATE,
             fits=fits(made, budget_bytes),
             cached=cached,
@@ -392,8 +399,9 @@ class RaceOutcome:
         earlier = (row for row in before.rows if row.name not in names)
         # Rows of candidates that were not compiled come last.
         rows = sorted((*self.rows, *earlier), key=lambda row: not row.peak_bytes)
-        results = (*self.results, *before.results)
-        return replace(self, rows=tuple(rows), results=results)
+        keys = {one.candidate.key for one in self.results}
+        others = (one for one in before.results if one.candidate.key not in keys)
+        return replace(self, rows=tuple(rows), results=(*self.results, *others))
 
 
 def is_compiled_too_large(record: ProfileRecord) -> bool:
@@ -420,13 +428,15 @@ def race_row(result: RaceResult) -> RaceRow:
 
 def compiled_row(result: RaceResult) -> RaceRow:
     """Returns the row of a program that was compiled only, with its collectives."""
-    row, every = replace(race_row(result), rung="estimated"), result.collectives
+    row, every = race_row(result), result.collectives
     texts = [row.note or "compiled, not run"]
     for kind in dict.fromkeys(one.kind for one in every):
         own = [one for one in every if one.kind == kind]
         size = format_bytes(sum(one.count * one.bytes for one in own))
         texts.append(f"{sum(one.count for one in own)} {kind} of {size}")
-    return replace(row, note="; ".join(texts))
+    # An earlier run may have raced it.
+    unraced = replace(row, samples_ms=(), time_ms=None, rung="estimated")
+    return replace(unraced, note="; ".join(texts))
 
 
 def left_out(candidate: Candidate, why: str) -> RaceRow:

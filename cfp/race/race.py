@@ -263,8 +263,8 @@ class Race:
             flags, name = time_flags(self.builder, best), best.name
             rows = [replace(r, flag_ms=flags * (r.name == name)) for r in rows]
         counts[RACE_SECONDS] = self.seconds
-        if best and (one := built or best.record) is not None:
-            counts["compile_seconds"] = one.build_seconds
+        if best:
+            counts["compile_seconds"] = best.build_seconds
         return RaceOutcome(
             solution=solution,
             winner=best and best.candidate,

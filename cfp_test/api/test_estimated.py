@@ -77,6 +77,8 @@ def test_what_compiled_before_is_not_compiled_again(tmp_path):
     assert again.search["race_cached"] == 0.0 and again.raced is None
     assert (again.winner, again.race) == (first.winner, first.race)
     assert again.peak_bytes == first.peak_bytes
+    seconds = first.search["compile_seconds"]
+    assert again.search["compile_seconds"] == seconds > 0.0
     with pytest.raises(cfp.MemoryBudgetError):
         cfp.plan(STEP, *ARGS, **how, memory_budget=1000)
 
@@ -94,6 +96,19 @@ def test_what_does_not_compile_is_replaced_by_the_next(tmp_path, monkeypatch):
     assert notes["planned"].startswith("compile_error: no such kernel")
     others = {row.name: row.predicted_ms for row in plan.race if row.name != "planned"}
     assert plan.predicted_ms == min(others.values()) == others[plan.winner]
+
+
+def test_each_that_does_not_compile_is_named_once(tmp_path, monkeypatch):
+    def fail(program, mesh, job, environment):
+        key = {"key": job.key.digest, "parts": job.key.parts}
+        return ProfileRecord(**key, status="compile_error", reason="no such kernel")
+
+    monkeypatch.setattr(building, "build", fail)
+    with pytest.raises(cfp.CfpError) as caught:
+        cfp.plan(STEP, *ARGS, mesh=make_mesh(SIZES), cache_dir=tmp_path)
+    [_, *failed] = str(caught.value).replace("devices. ", "devices; ").split("; ")
+    assert "planned: no such kernel" in failed
+    assert len({*failed}) == len(failed) > 1
 
 
 def test_the_best_of_all_options_is_found(parts):
@@ -246,6 +261,19 @@ def test_measuring_is_there_for_the_asking(tmp_path):
         settings=settings,
     )
     assert plan.search["strategies_measured"] > 0
+
+
+def test_a_race_leaves_no_times_in_a_plan_by_estimates(tmp_path):
+    how = {"mesh": make_mesh(SIZES), "cache_dir": tmp_path, "preset": "zero1"}
+    before = cfp.plan(STEP, *ARGS, **how, settings=cfp.PlannerSettings(measure=True))
+    assert before.rung == "measured" and before.race[0].samples_ms
+    plan = cfp.plan(STEP, *ARGS, **how)
+    assert plan.rung == "estimated" and plan.measured_ms is None
+    assert plan.search["strategies_estimated"] > 0
+    [row] = plan.race
+    assert (row.rung, row.time_ms, row.samples_ms) == ("estimated", None, ())
+    assert row.note.startswith("compiled, not run") and row.peak_bytes
+    assert row.predicted_ms == plan.predicted_ms
 
 
 def test_when_time_is_over_one_program_is_compiled(tmp_path):

@@ -232,10 +232,21 @@ def test_without_a_race_predictions_decide(altered, monkeypatch, tmp_path):
     found = cfp.plan_fastest(SHAPES, cache_dir=tmp_path, settings=settings)
     assert (found.name, is_raced(found)) == ("cube", False)
     assert times_of(found) == {"line": None, **predicted}
-    with pytest.raises(CfpError, match="Set race=True"):
-        cfp.plan_fastest(
-            SHAPES, preset="data_parallel", cache_dir=tmp_path, settings=settings
-        )
+
+
+def test_under_a_preset_estimates_decide_if_nothing_is_measured(tmp_path):
+    def find(measure):
+        settings = cfp.PlannerSettings(race=False, measure=measure)
+        how = {"cache_dir": tmp_path, "settings": settings}
+        return cfp.plan_fastest(SHAPES, preset="data_parallel", **how)
+
+    found = find(None)
+    times = times_of(found)
+    assert times.keys() == {"line", "flat", "cube"}
+    assert times[found.name] == min(times.values()) == found.plan.predicted_ms
+    text = "under the preset 'data_parallel' are not known. Set race=True, or pass one"
+    with pytest.raises(CfpError, match=f"{text} of line, flat, cube"):
+        find(True)
 
 
 # ----------------------------------------------------- by estimates, in so much time

@@ -17,7 +17,7 @@ from cfp.attention.problem import AttentionProblem
 from cfp.checking.check import Check, both_sides
 from cfp.checking.verify import verify
 from cfp.context import DetailedSettings, open_context
-from cfp.passes import analyze_step
+from cfp.passes import analyze_step, measured_rates
 from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
@@ -286,6 +286,31 @@ def test_a_preset_races_with_kernels_and_as_written(mesh, tmp_path):
     text = plan_text(plan, width=200)
     assert "Attention as written: chunked failed: " in text
     assert "cuDNN is not detected" in text and "slower variant" not in text
+
+
+def test_a_preset_fits_by_a_kernel_that_is_slower_by_estimate(mesh, tmp_path):
+    """It is the slower one: the preset as written comes first, if it fits."""
+
+    def plan(budget=None, **settings):
+        settings = DetailedSettings(attention=("chunked",), **settings)
+        how = {"preset": "data_parallel", "cache_dir": tmp_path, "settings": settings}
+        how |= {"mesh": mesh, "memory_budget": budget}
+        return cfp.plan(step, *arguments(), **how)
+
+    free = plan()
+    assert free.winner == "data_parallel (as written)"
+    assert not free.constraints.replaced
+    times = {row.name: row.predicted_ms for row in free.race}
+    assert times["data_parallel"] > times[free.winner]
+    less = free.peak_bytes * 9 // 10
+    # With rates in the store, a race too knows that the kernel is slower.
+    with open_context(mesh, tmp_path) as context:
+        assert measured_rates(context)
+    for measure in (None, True):
+        fitting = plan(less, measure=measure)
+        assert fitting.winner == "data_parallel" and fitting.peak_bytes <= less
+        [how] = {one.functions.how for one in fitting.constraints.replaced}
+        assert how[0] == "chunked"
 
 
 def test_by_default_no_precision_is_lost(tmp_path):

@@ -29,7 +29,6 @@ MISTAKES: list[list[str]] = [
     [PARTS, *FEW, "--microbatches", "1,,2"],
     ["gpt", *FEW, "--microbatches", "3"],
     ["gpt", *FEW, "--microbatches", "2", "--batch", "7"],
-    [TOY, *FEW, *SHAPES, "--no-race"],
 ]
 
 

@@ -29,7 +29,7 @@ from cfp.program.graph import PARTITIONED, Program, Spec, reached, searched_once
 from cfp.program.memory import auto_mesh
 from cfp.program.partitioned import bind
 from cfp.program.replace import Replacement, Replacer
-from cfp.program.shardy import clone_with, make_barrier, owner_of
+from cfp.program.shardy import clone_with, owner_of
 
 # Changes with the programs that this module makes; older measurements are then ignored.
 VERSION = "4"
@@ -307,7 +307,9 @@ class _Rematerializer:
         signals = self._signals(made)
         entering = list(outside | signals)
         with ir.InsertionPoint(self.readers[0]):
-            behind = make_barrier(entering).results if entering else ()
+            kinds = [value.type for value in entering]
+            name = "stablehlo.optimization_barrier"
+            behind = ir.Operation.create(name, kinds, entering).results if kinds else ()
             mapping: dict[ir.Value, ir.Value] = dict(zip(entering, behind, strict=True))
             for op in clones:
                 clone = clone_with(op, mapping)

@@ -36,18 +36,18 @@ from jax.sharding import AbstractMesh
 
 from cfp.errors import OptionError
 from cfp.program import shardy
-from cfp.program.graph import Rewritten, numpy_dtype, path_matches
+from cfp.program.graph import Rewritten, path_matches
+from cfp.program.replace import aval_of, erase_unread, is_zero
 
 TAKEN = "in FP8"
 PRECISION = r"fp8(:[1-9]\d{0,8})?(,-[^,]+)*"
 _NARROW = ("bf16", "f16")
-# Ops that move numbers and change none.
-_MOVES = ("stablehlo.transpose", "stablehlo.reshape")
+# Ops that move numbers and change none, if there are as many before and after.
+_MOVES = ("stablehlo.transpose", "stablehlo.reshape", "stablehlo.broadcast_in_dim")
 # Ops between a parameter and its product.
 _PASSES = (
     *_MOVES,
     "stablehlo.optimization_barrier",
-    "stablehlo.broadcast_in_dim",
     "stablehlo.convert",
     "stablehlo.slice",
     "stablehlo.dynamic_slice",
@@ -60,6 +60,7 @@ _WITHOUT = "the devices have no FP8 products", 1e30
 _EXPONENT = {"float8_e4m3fn": 7, "float8_e5m2": 14}
 _FORWARD, _GRADIENT = "float8_e4m3fn", "float8_e5m2"
 _Copy = tuple[ir.Value, ir.Value]  # The numbers in FP8 and their scale.
+_Copies = dict[tuple[ir.Value, str], _Copy]  # By value and dtype.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,14 +158,19 @@ def use_precision(
         taken = [one for one, why in reasons.items() if not why]
         why, flops = _SLOWER if _has_products(mesh) else _WITHOUT
         reasons |= dict.fromkeys(_slower(taken, flops), why)
-    quantized: dict[tuple[ir.Value, str], _Copy] = {}
+    quantized: _Copies = {}
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     with module.context, ir.Location.unknown():
+        for read, write in _stacks(
+            [p for p, why in reasons.items() if not why]
+        ).items():
+            _stack_copies(read, write, quantized)
         for one, reason in reasons.items():
             name = names[min(one.parameters)] if one.parameters else ""
             counts[reason or TAKEN][re.sub(r"\d+", "*", name)] += 1
             if not reason:
                 _rewrite(one, quantized)
+        erase_unread(module)  # Slices and moves of 16-bit numbers.
     return {reason: dict(of) for reason, of in counts.items()}
 
 
@@ -285,6 +291,8 @@ def _source(value: ir.Value) -> ir.Value | None:
             stack, one = written.operands[0], written.operands[1]
             return one if stack == body.blocks[0].arguments[place] else None
         return None
+    if op.name == "stablehlo.select" and is_zero(op.operands[2]):
+        return op.operands[1]  # Masked rows, as of ragged products.
     return op.operands[place] if op.name in _PASSES else None
 
 
@@ -325,7 +333,7 @@ def _sizes(op: ir.Operation) -> tuple[int, int, int]:
     return prod(left) // shared, prod(right) // shared, summed
 
 
-def _rewrite(one: _Product, quantized: dict[tuple[ir.Value, str], _Copy]) -> None:
+def _rewrite(one: _Product, quantized: _Copies) -> None:
     """Replaces a product's operands by FP8 numbers times a scale.
 
     XLA fuses both into one FP8 product if the device has one. Other devices multiply
@@ -336,57 +344,54 @@ def _rewrite(one: _Product, quantized: dict[tuple[ir.Value, str], _Copy]) -> Non
         number, scale = _quantized(value, kind, quantized)
         with ir.InsertionPoint(one.op), one.op.location:
             scale = shardy.converted(scale, value.type.element_type)
-            dims = ir.DenseI64ArrayAttr.get([])
-            spread = stablehlo.broadcast_in_dim(value.type, scale, dims)
             number = shardy.converted(number, value.type.element_type)
+            spread = shardy.spread(scale, value.type.shape)
             one.op.operands[index] = stablehlo.multiply(number, spread)
 
 
-def _quantized(
-    value: ir.Value, kind: str, known: dict[tuple[ir.Value, str], _Copy]
-) -> _Copy:
+def _quantized(value: ir.Value, kind: str, known: _Copies) -> _Copy:
     """Returns a value in FP8 and its scale; transposes and reshapes are repeated."""
     value, moves = _unmoved(value)
     if (value, kind) not in known:
         known[value, kind] = _put_quantization(value, kind)
     found, scale = known[value, kind]
     for move in reversed(moves):
-        attributes = {name: move.attributes[name] for name in move.attributes}
-        moved = shardy.of_element(move.results[0].type, found.type.element_type)
-        with ir.InsertionPoint(move), move.location:
-            found = shardy.make(move.name, moved, found, **attributes)
+        with ir.InsertionPoint(move):
+            moved = shardy.clone_with(move, {move.operands[0]: found}).results[0]
+        moved.set_type(shardy.of_element(moved.type, found.type.element_type))
+        found = moved
     return found, scale
 
 
 def _unmoved(value: ir.Value) -> tuple[ir.Value, list[ir.Operation]]:
     """Returns the value before transposes and reshapes, and these ops, last first."""
     moves = list[ir.Operation]()
-    while (maker := shardy.owner_of(value)) is not None and maker.name in _MOVES:
+    while (maker := shardy.owner_of(value)) is not None and _is_move(maker):
         moves.append(maker)
         value = maker.operands[0]
     return value, moves
 
 
+def _is_move(op: ir.Operation) -> bool:
+    """True if an op moves numbers and changes none."""
+    values = [*op.operands, *op.results] if op.name in _MOVES else []
+    return len({prod(value.type.shape) for value in values}) == 1
+
+
 def _put_quantization(value: ir.Value, kind: str) -> _Copy:
     """Inserts the ops that quantize a value after its maker; returns their results."""
-    dtype = str(numpy_dtype(str(value.type.element_type)))
-    source = ir.Module.parse(_lowered(tuple(value.type.shape), dtype, kind))
-    main = shardy.main_block(source)
+    text = _lowered(aval_of(value.type), kind)
     begin, after = ir.InsertionPoint.at_block_begin, ir.InsertionPoint.after
     owner, maker = value.owner, shardy.owner_of(value)
     location = maker.location if maker else ir.Location.unknown()
-    mapping = {main.arguments[0]: value}
-    *body, last = [one.operation for one in main.operations]
-    with begin(owner) if isinstance(owner, ir.Block) else after(owner):
-        for op in body:
-            shardy.clone_with(op, mapping).location = location
-    return mapping[last.operands[0]], mapping[last.operands[1]]
+    with begin(owner) if isinstance(owner, ir.Block) else after(owner), location:
+        number, scale = shardy.graft(text, [value])
+    return number, scale
 
 
 @lru_cache(maxsize=256)
-def _lowered(shape: tuple[int, ...], dtype: str, kind: str) -> str:
+def _lowered(aval: jax.ShapeDtypeStruct, kind: str) -> str:
     """Returns the text of `quantize`'s module for one type."""
-    aval = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     return jax.jit(lambda x: quantize(x, kind)).lower(aval).as_text()
 
 
@@ -410,3 +415,102 @@ def quantize(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     scale = lax.select(power > 0, scale, jnp.ones_like(scale))
     rounded = (x.astype(jnp.float32) * lax.broadcast(1 / scale, x.shape)).astype(kind)
     return lax.optimization_barrier(rounded), scale
+
+
+# ----------------------------------------------- stacks from one loop for a later one
+
+
+def _stacks(taken: Sequence[_Product]) -> dict[ir.Operation, ir.Operation]:
+    """Finds 16-bit stacks of loops whose slices are operands in e4m3, and nothing else.
+
+    Returns:
+        For each op that reads slices, the op of an earlier loop that writes them.
+    """
+    pairs = [(one.op, i) for one in taken for i in (0, 1) if i != one.gradient]
+    found, uses = dict[ir.Operation, ir.Operation](), {*pairs}
+    for op, i in pairs:
+        read = shardy.owner_of(_unmoved(op.operands[i])[0])
+        if read and (write := _write_of(read)) and _readers(read.results[0]) <= uses:
+            found[read] = write
+    return found
+
+
+def _write_of(read: ir.Operation) -> ir.Operation | None:
+    """Returns the op that writes what an op slices; None if a stack has other uses."""
+    if read.name != "stablehlo.dynamic_slice":
+        return None
+    stack: Any = read.operands[0]
+    made: Any = _source(stack) if isinstance(stack.owner, ir.Block) else None
+    first = made and shardy.owner_of(made)
+    if not first or first.name != "stablehlo.while" or _source(made) is None:
+        return None
+    later, place = stack.owner.owner, ir.BlockArgument(stack).arg_number
+    start = ir.OpResult(made).result_number
+    write: Any = shardy.owner_of(shardy.returned(first.regions[1])[start])
+    values = [made, write.results[0], later.results[place]]
+    for loop, i in ((first, start), (later, place)):  # Condition and body of each.
+        values += [region.blocks[0].arguments[i] for region in loop.regions]
+    is_alone = [len([*v.uses]) for v in values] == [1, 1, 0, 0, 1, 0, 2]
+    slices = [one.type.shape for one in (write.operands[1], read.results[0])]
+    is_whole = slices == [[1, *stack.type.shape[1:]]] * 2
+    return write if is_alone and is_whole and is_zero(first.operands[start]) else None
+
+
+def _readers(value: ir.Value) -> set[tuple[ir.Operation, int]]:
+    """Returns a value's readers, moved or not, as pairs of op and operand number."""
+    found = set[tuple[ir.Operation, int]]()
+    for use in value.uses:
+        op = use.owner.operation
+        found |= _readers(op.results[0]) if _is_move(op) else {(op, use.operand_number)}
+    return found
+
+
+def _stack_copies(read: ir.Operation, write: ir.Operation, known: _Copies) -> None:
+    """Stacks FP8 copies and their scales in place of 16-bit slices."""
+    number, scale = _quantized(write.operands[1], _FORWARD, known)
+    stack, first = write.operands[0], write.operands[0].owner.owner
+    with ir.InsertionPoint(first), first.location:
+        narrow = shardy.of_element(scale.type, number.type.element_type)
+        zeros = shardy.spread(shardy.constant("0.0", narrow), stack.type.shape)
+        scales = shardy.spread(shardy.constant("0.0", scale.type), stack.type.shape[:1])
+    first.operands[ir.BlockArgument(stack).arg_number] = zeros
+    for op in (write, read):
+        scales = _carry(op.operands[0].owner.owner, scales, known)
+    write.operands[1] = number
+    write.results[0].set_type(write.operands[0].type)
+    body, later = (op.operands[0].owner for op in (write, read))
+    with ir.InsertionPoint(write), write.location:
+        row, start = shardy.spread(scale, [1]), [write.operands[2]]
+        filled = stablehlo.dynamic_update_slice(body.arguments[-1], row, start)
+    [*_, last] = body.operations
+    last.operands[len(last.operands) - 1] = filled
+    with ir.InsertionPoint(read), read.location:
+        stack, *start = read.operands
+        number = stablehlo.dynamic_slice(stack, start, read.results[0].type.shape)
+        row = stablehlo.dynamic_slice(later.arguments[-1], start[:1], [1])
+        known[read.results[0], _FORWARD] = number, stablehlo.reshape(scale.type, row)
+
+
+def _carry(loop: Any, value: ir.Value, known: _Copies) -> ir.Value:
+    """Adds a value to those that a loop carries, and returns the loop's last result."""
+    carried = [*loop.operands, value]
+    kinds = [one.type for one in carried]
+    kept = {name: loop.attributes[name] for name in loop.attributes}
+    with ir.InsertionPoint(loop), loop.location as location:
+        made = ir.Operation.create(loop.name, kinds, carried, kept, regions=2)
+    for old, region in zip(loop.regions, made.regions, strict=True):
+        block = old.blocks[0]
+        block.append_to(region)
+        block.add_argument(value.type, location)
+        for argument, kind in zip(block.arguments, kinds, strict=True):
+            argument.set_type(kind)
+    [*_, last] = block.operations
+    with ir.InsertionPoint(last), last.location:
+        stablehlo.return_([*last.operands, block.arguments[-1]])
+    last.erase()
+    *results, added = made.results
+    for old, new in zip(loop.results, results, strict=True):
+        if (old, _FORWARD) in known:
+            known[new, _FORWARD] = known.pop((old, _FORWARD))
+    shardy.forward(loop.operation, results)
+    return added

@@ -32,7 +32,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 from jax.extend.mlir import ir
@@ -228,7 +228,7 @@ class Replacer:
         """Inserts a stage before the first op it replaces; returns the residuals."""
         stage = one.stages[number]
         reads = [*(instance[op].operands[index] for op, index in stage.reads), *kept]
-        types = tuple(_aval(value.type) for value in reads)
+        types = tuple(aval_of(value.type) for value in reads)
         text = _lowered(one.functions, number, types, self.mesh, self.mesh_name)
         with ir.InsertionPoint(
             instance[min(self.program.values[v].producer for v in stage.makes)]
@@ -245,11 +245,8 @@ class Replacer:
 
 def _is_behind(op: ir.Operation, other: ir.Operation) -> bool:
     """True if two ops are in one block, the other one first."""
-    if op.parent is None or op.parent != other.parent:
-        return False
-    regions = op.parent.operation.regions
-    body = [one.operation for r in regions for b in r.blocks for one in b.operations]
-    return body.index(op) > body.index(other)
+    one, first = op.operation, other.operation
+    return one.block == first.block and first.is_before_in_block(one)
 
 
 # ------------------------------------------------------------------- what JAX lowers
@@ -293,7 +290,8 @@ def _lowered(
     return _SYMBOL.sub(written, text)
 
 
-def _aval(kind: ir.Type) -> jax.ShapeDtypeStruct:
+def aval_of(kind: ir.Type) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an MLIR type."""
     tensor = ir.RankedTensorType(kind)
     return jax.ShapeDtypeStruct(tensor.shape, numpy_dtype(str(tensor.element_type)))
 
@@ -379,13 +377,13 @@ def select_words(op: ir.Operation) -> bool:
     """
     if not _picks_words(op):
         return False
-    zeros, places, updates = op.operands
+    zeros, *pair = op.operands
     kind = ir.RankedTensorType(op.results[0].type)
     *tokens, _ = kind.shape
     with ir.InsertionPoint(op), op.location:
-        of_word, word = (
-            _spread(value, tokens, kind.shape) for value in (places, updates)
-        )
+        kinds = [ir.RankedTensorType.get(tokens, v.type.element_type) for v in pair]
+        rows = map(stablehlo.reshape, kinds, pair)
+        of_word, word = (shardy.spread(row, kind.shape) for row in rows)
         words = stablehlo.iota(of_word.type, len(tokens))
         equal = stablehlo.ComparisonDirectionAttr.get("EQ")
         is_its = stablehlo.compare(of_word, words, equal)
@@ -424,7 +422,7 @@ def _adds_to_zeros(op: ir.Operation) -> bool:
     element = ir.RankedTensorType(op.results[0].type).element_type
     if len(op.operands) != 3 or not isinstance(element, ir.FloatType):
         return False
-    if not _is_zero(op.operands[0]):
+    if not is_zero(op.operands[0]):
         return False
     added = [one.operation.name for one in op.regions[0].blocks[0].operations]
     return added == ["stablehlo.add", "stablehlo.return"]
@@ -434,28 +432,20 @@ def _dims(op: ir.Operation) -> stablehlo.ScatterDimensionNumbers:
     return stablehlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
 
 
-def _is_zero(value: ir.Value) -> bool:
-    """True if a value is a float constant 0, or broadcast from one."""
+def is_zero(value: ir.Value) -> bool:
+    """True if a value is a constant 0, or broadcast from one."""
     maker = shardy.owner_of(value)
     while maker is not None and maker.name == "stablehlo.broadcast_in_dim":
         maker = shardy.owner_of(maker.operands[0])
     if maker is None or maker.name != "stablehlo.constant":
         return False
-    numbers = ir.DenseElementsAttr(maker.attributes["value"])
-    return numbers.is_splat and ir.FloatAttr(numbers.get_splat_value()).value == 0
+    numbers: Any = shardy.numbers_of(maker)
+    if numbers is None or not numbers.is_splat:
+        return False
+    return numbers.get_splat_value().value == 0
 
 
 def _most_counted(places: ir.Value) -> int:
     """Returns the number of non-negative integers of the indices' type."""
     kind = ir.IntegerType(ir.RankedTensorType(places.type).element_type)
     return 2 ** (kind.width if kind.is_unsigned else kind.width - 1)
-
-
-def _spread(value: ir.Value, tokens: list[int], shape: list[int]) -> ir.Value:
-    """Broadcasts one number a token (dims `tokens`) to `shape`."""
-    element = ir.RankedTensorType(value.type).element_type
-    one = stablehlo.reshape(ir.RankedTensorType.get(tokens, element), value)
-    dims = ir.DenseI64ArrayAttr.get(range(len(tokens)))
-    return stablehlo.broadcast_in_dim(
-        ir.RankedTensorType.get(shape, element), one, dims
-    )

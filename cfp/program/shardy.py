@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
+from jax.extend.mlir.dialects import stablehlo as hlo
 
 from cfp.program.graph import Spec
 from cfp.program.rules import relayout
@@ -121,26 +122,15 @@ def memory_of_move(op: ir.Operation) -> str:
     return ir.StringAttr(attributes["_xla_buffer_placement"]).value
 
 
-def make(
-    name: str, kind: ir.Type, *operands: ir.Value, **attributes: ir.Attribute
-) -> ir.Value:
-    """Makes an op with one result of type `kind`, and returns the result."""
-    op = ir.Operation.create(
-        name, results=[kind], operands=list(operands), attributes=attributes
-    )
-    return op.results[0]
-
-
 def constant(number: str, kind: ir.Type) -> ir.Value:
     """Makes a constant tensor with all elements equal to a number's text."""
-    value = ir.Attribute.parse(f"dense<{number}> : {kind}")
-    return make("stablehlo.constant", kind, value=value)
+    return hlo.constant(ir.Attribute.parse(f"dense<{number}> : {kind}"))
 
 
 def zeros(kind: ir.Type) -> ir.Value:
     """Makes a tensor of zeros of any type."""
     number = constant("0", of_element(kind, ir.IntegerType.get_signless(32)))
-    return make("stablehlo.convert", kind, number)
+    return hlo.convert(kind, number)
 
 
 def of_element(kind: ir.Type, element: ir.Type) -> ir.RankedTensorType:
@@ -151,14 +141,14 @@ def of_element(kind: ir.Type, element: ir.Type) -> ir.RankedTensorType:
 
 def converted(value: ir.Value, element: ir.Type) -> ir.Value:
     """Makes a conversion of a value to an element type."""
-    return make("stablehlo.convert", of_element(value.type, element), value)
+    return hlo.convert(of_element(value.type, element), value)
 
 
-def make_barrier(values: Sequence[ir.Value]) -> ir.Operation:
-    """Makes an optimization barrier that values pass through."""
-    kinds = [value.type for value in values]
-    name = "stablehlo.optimization_barrier"
-    return ir.Operation.create(name, results=kinds, operands=list(values))
+def spread(value: ir.Value, shape: Sequence[int]) -> ir.Value:
+    """Repeats a value along dims behind its own."""
+    own = ir.RankedTensorType(value.type)
+    kind = ir.RankedTensorType.get(shape, own.element_type)
+    return hlo.broadcast_in_dim(kind, value, range(own.rank))
 
 
 def integer(number: int) -> ir.Attribute:
@@ -228,8 +218,9 @@ def graft(
     main = main_block(source)
     mapping: dict[ir.Value, ir.Value] = dict(zip(main.arguments, reads, strict=True))
     *body, last = [one.operation for one in main.operations]
+    location: Any = ir.Location.current
     for op in body:
-        clone_with(op, mapping)
+        clone_with(op, mapping).location = location
     return [mapping[value] for value in last.operands]
 
 

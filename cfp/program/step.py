@@ -36,18 +36,6 @@ from jax.tree_util import (
 
 from cfp.errors import PlanMismatch, StepNotTraceable, place_of
 from cfp.program import calling
-from cfp.program.calling import (
-    by_position,
-    check_hashable,
-    check_names,
-    check_positions,
-    chosen,
-    dynamic_part,
-    fixed,
-    may_be_given,
-    parameter_names,
-    released,
-)
 from cfp.program.jaxprs import check_settings, cudnn_expected, do_the_same
 from cfp.program.memory import (
     HOST,
@@ -121,17 +109,17 @@ class FlatStep:
             StepNotTraceable: the arguments have another structure.
         """
         if kwargs:
-            args, kwargs = by_position(self.fn, args, kwargs)
+            args, kwargs = calling.by_position(self.fn, args, kwargs)
         if (changed := self._changed_static(args, kwargs)) is not None:
             key, value, got = changed
             raise PlanMismatch(
                 f"Static argument {key} was {value!r} when the step was planned, and "
                 f"is {got!r} now. Plan again for the new value."
             )
-        dynamic = dynamic_part(args, kwargs, dict(self.static))
+        dynamic = calling.dynamic_part(args, kwargs, dict(self.static))
         leaves, tree = tree_flatten(dynamic)
         if tree != self.in_tree:
-            leaves, tree = tree_flatten(fixed(dynamic))
+            leaves, tree = tree_flatten(calling.fixed(dynamic))
         if tree != self.in_tree:
             raise StepNotTraceable(self._what_changed(dynamic))
         return leaves
@@ -144,11 +132,11 @@ class FlatStep:
         Leaves are not checked: they may be other objects than arrays, but not None.
         """
         if kwargs:
-            args, kwargs = by_position(self.fn, args, kwargs)
+            args, kwargs = calling.by_position(self.fn, args, kwargs)
         if self.static:
             if self._changed_static(args, kwargs) is not None:
                 return None
-            args, kwargs = dynamic_part(args, kwargs, dict(self.static))
+            args, kwargs = calling.dynamic_part(args, kwargs, dict(self.static))
         try:
             leaves = self.in_tree.flatten_up_to((tuple(args), kwargs))
         except (ValueError, TypeError):
@@ -169,7 +157,8 @@ class FlatStep:
     def _what_changed(self, dynamic: Any) -> str:
         """Returns the message for a call with another structure of arguments."""
         static = {key for key, _ in self.static}
-        names = [name for _, name, _ in _named_leaves(self.fn, fixed(dynamic), static)]
+        named = _named_leaves(self.fn, calling.fixed(dynamic), static)
+        names = [name for _, name, _ in named]
         gone = [name for name in self.arg_names if name not in names]
         new = [name for name in names if name not in self.arg_names]
         same = "equal arrays, but other values in their containers, such as a "
@@ -239,19 +228,19 @@ class FlatStep:
 
     def _run(self, fn: Callable[..., Any], leaves: Any) -> tuple[Any, dict[str, Any]]:
         """Calls a function on leaves; returns (result, {path: array set in place})."""
-        dynamic, kwargs = released(tree_unflatten(self.in_tree, leaves))
+        dynamic, kwargs = calling.released(tree_unflatten(self.in_tree, leaves))
         args = list(dynamic)
         for key, value in self.static:
             if isinstance(key, int):
                 args.insert(key, value)
             else:
                 kwargs[key] = value
-        names = parameter_names(self.fn)
+        names = calling.parameter_names(self.fn)
         names += [f"arg{i}" for i in range(len(names), len(args))]
         passed = {**dict(zip(names, args, strict=False)), **kwargs}
         before = dict(calling.leaves_of_modules(passed))
         result = fn(*args, **kwargs)
-        return fixed(result), calling.changed(before, passed)
+        return calling.fixed(result), calling.changed(before, passed)
 
     @cached_property
     def _changed(self) -> list[str]:
@@ -362,19 +351,19 @@ def flatten_step(
         StepNotTraceable: an argument leaf is neither an array nor a shape, a static
             argument cannot be hashed, or a name is unknown.
     """
-    args, kwargs = by_position(fn, args, kwargs or {})
-    parameters = parameter_names(fn)
+    args, kwargs = calling.by_position(fn, args, kwargs or {})
+    parameters = calling.parameter_names(fn)
     passed = {**dict(enumerate(args)), **kwargs}
-    check_names(fn, "static_argnames", static_argnames)
-    check_names(fn, "donate_argnames", donate_argnames)
-    check_positions(parameters, passed, "static_argnums", static_argnums)
-    check_positions(parameters, passed, "donate_argnums", donate_argnums)
-    static_keys = chosen(parameters, len(args), static_argnums, static_argnames)
+    calling.check_names(fn, "static_argnames", static_argnames)
+    calling.check_names(fn, "donate_argnames", donate_argnames)
+    calling.check_positions(parameters, passed, "static_argnums", static_argnums)
+    calling.check_positions(parameters, passed, "donate_argnums", donate_argnums)
+    static_keys = calling.chosen(parameters, len(args), static_argnums, static_argnames)
     static = {key: value for key, value in passed.items() if key in static_keys}
     for key, value in static.items():
-        check_hashable(key, value)
-    donate = chosen(parameters, len(args), donate_argnums, donate_argnames)
-    dynamic = fixed(dynamic_part(args, kwargs, static))
+        calling.check_hashable(key, value)
+    donate = calling.chosen(parameters, len(args), donate_argnums, donate_argnames)
+    dynamic = calling.fixed(calling.dynamic_part(args, kwargs, static))
     leaves = _named_leaves(fn, dynamic, static)
     step = FlatStep(
         fn,
@@ -383,7 +372,7 @@ def flatten_step(
         arg_names=tuple(name for _, name, _ in leaves),
         in_tree=tree_structure(dynamic),
         static=tuple(static.items()),
-        examples=tuple(x if may_be_given(x) else None for _, _, x in leaves),
+        examples=tuple(x if calling.may_be_given(x) else None for _, _, x in leaves),
         memory_kinds=tuple(memory_kind(leaf) for _, _, leaf in leaves),
         explicit=tuple(explicit_sharding(leaf) for _, _, leaf in leaves),
         precision=precision,
@@ -469,7 +458,7 @@ def _named_leaves(
     fn: Callable[..., Any], dynamic: Any, static: Collection[int | str]
 ) -> list[tuple[int | str, str, Any]]:
     """Returns (position or keyword, path, value) of each leaf of a call's arguments."""
-    parameters = parameter_names(fn)
+    parameters = calling.parameter_names(fn)
     total = len(dynamic[0]) + len(static)
     positions = [i for i in range(total) if i not in static]
     found = []

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_flatten, tree_unflatten
 
@@ -287,7 +288,7 @@ def _join(op: ir.Operation, reads: Sequence[ir.Type], perturbed: bool) -> None:
             with ir.InsertionPoint(op):
                 read = op.operands[index]
                 read = _perturbed(read, kind, 0) if perturbed else read
-                op.operands[index] = shardy.make("stablehlo.convert", kind, read)
+                op.operands[index] = stablehlo.convert(kind, read)
     for result in op.results:
         if _is_narrow(result.type):
             with ir.InsertionPoint.after(op):

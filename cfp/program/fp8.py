@@ -1,9 +1,9 @@
 """Products of a step in FP8: both operands scaled by their largest magnitude.
 
-A product of a parameter takes part, and a product that is a parameter's gradient.
-Operands of forward products are rounded to e4m3 (3 bits of mantissa), cotangents to
-e5m2 (2 bits). Scales are powers of two, so that scaling is exact. Sums are in float32,
-or in fewer bits by cuBLASLt.
+A product takes part if one operand is a parameter and the other of the batch, or if it
+is the gradient of such a parameter. Operands of forward products are rounded to e4m3 (3
+bits of mantissa), cotangents to e5m2 (2 bits). A scale is a power of two, so that
+scaling itself rounds nothing; sums are in float32, or in fewer bits by cuBLASLt.
 
 An operand is quantized once, at its maker. Forward and backward products read the same
 copy, and only the copy is kept between them.
@@ -22,9 +22,10 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import chain
+from functools import lru_cache, reduce
+from itertools import chain, zip_longest
 from math import prod
+from operator import or_
 from typing import Any
 
 import jax
@@ -58,6 +59,14 @@ _SLOWER = "quantizing takes longer than it saves", 3000.0
 _WITHOUT = "the devices have no FP8 products", 1e30
 # Exponent of the scaled largest magnitude: below 448 of e4m3, 57344 of e5m2.
 _EXPONENT = {"float8_e4m3fn": 7, "float8_e5m2": 14}
+_COTANGENT = 1  # The bit of what depends on a cotangent; then of products, arguments.
+# Ops whose places, of operands, of arguments and results inside, are their results'.
+_BY_PLACE = (
+    "stablehlo.while",
+    "stablehlo.case",
+    "stablehlo.optimization_barrier",
+    "sdy.manual_computation",
+)
 _FORWARD, _GRADIENT = "float8_e4m3fn", "float8_e5m2"
 _Copy = tuple[ir.Value, ir.Value]  # The numbers in FP8 and their scale.
 _Copies = dict[tuple[ir.Value, str], _Copy]  # By value and dtype.
@@ -70,9 +79,9 @@ class _Product:
     Attributes:
         roots: for each operand the value that it is a view, slice or cast of.
         weight: index of the operand that comes from a parameter; -1 if none does.
-        gradient: index of the only operand that is a cotangent; -1 for none or two.
-        parameters: positions of parameters of which one operand is a view, or the
-            result the gradient.
+        gradient: index of the operand that is a cotangent; -1 if none is.
+        parameters: the arguments that one operand, or the result, is of.
+        needs: of each operand bits for what it depends on, see `_COTANGENT`.
     """
 
     op: ir.Operation
@@ -80,12 +89,7 @@ class _Product:
     weight: int
     gradient: int
     parameters: frozenset[int]
-
-    @property
-    def is_forward(self) -> bool:
-        """True for a forward product with a parameter, of more than one row."""
-        is_first = "transpose(" not in shardy.location_name(self.op.location)
-        return self.weight >= 0 and is_first and min(_sizes(self.op)) > 1
+    needs: tuple[int, ...]
 
 
 def read_precision(precision: str) -> tuple[int, list[str]]:
@@ -150,10 +154,11 @@ def use_precision(
                 f"look like: {', '.join(names[:8])}."
             )
         left |= found
-    ops = filter(_is_narrow, shardy.walk(shardy.main_function(module)))
-    products = _classified([*ops], _parameters(shardy.main_block(module)))
-    last = next((p.parameters for p in reversed(products) if p.is_forward), frozenset())
-    reasons = {one: _reason(one, last, left, least) for one in products}
+    products = _classified(module)
+    last = _last(products)
+    reasons = {
+        one: _reason(one, last, left, least) for one in products if _is_narrow(one.op)
+    }
     if not least:
         taken = [one for one, why in reasons.items() if not why]
         why, flops = _SLOWER if _has_products(mesh) else _WITHOUT
@@ -174,20 +179,27 @@ def use_precision(
     return {reason: dict(of) for reason, of in counts.items()}
 
 
-def _parameters(block: ir.Block) -> dict[ir.Value, int]:
-    """Returns {argument: position} of arguments with a result's shape, or of all.
-
-    Such arguments may be parameters: a step returns their new values or gradients.
-    """
-    returned = {tuple(one.type.shape) for one in shardy.returned(block.region)} - {()}
-    every: dict[ir.Value, int] = {v: i for i, v in enumerate(block.arguments)}
-    return {v: i for v, i in every.items() if tuple(v.type.shape) in returned} or every
+def _last(products: Sequence[_Product]) -> frozenset[int]:
+    """The parameters of the forward pass's products that no other of them needs."""
+    forward = {
+        2 << i: one
+        for i, one in enumerate(products)
+        if one.weight >= 0 and not _is_within(one.op, "transpose(")
+        if min(_sizes(one.op)) > 1  # No vector.
+    }
+    needed = [(one, reduce(or_, one.needs)) for one in forward.values()]
+    of = [
+        one.parameters
+        for bit, one in forward.items()
+        if not any(need & bit for other, need in needed if other != one)
+    ]
+    return frozenset().union(*of)
 
 
 def _reason(one: _Product, last: Set[int], left: Set[int], least: int) -> str:
     """Returns the reason to leave a product in 16 bits, or ""."""
     if not one.parameters:
-        return "no operand is a parameter"
+        return "not of a parameter and the batch"
     kept = one.op.attributes
     if "precision_config" in kept and "HIGH" in str(kept["precision_config"]):
         return "the step asks for a higher precision"
@@ -238,35 +250,116 @@ def _is_narrow(op: ir.Operation) -> bool:
     )
 
 
-def _classified(
-    ops: Sequence[ir.Operation], numbers: Mapping[ir.Value, int]
-) -> list[_Product]:
+def _classified(module: ir.Module) -> list[_Product]:
     """Classifies products by their roles.
 
-    A product of two activations is the gradient of a parameter if a product with that
-    parameter reads the same cotangent, or else the same activation.
+    A parameter is an argument whose gradient the step returns, or its new value: of its
+    shape, and made of it by a gradient, or by no product. Values that depend on other
+    arguments are of the batch.
     """
-    products: list[_Product] = []
-    # {(other operand's root, True if backward), dims: parameters multiplied by it}.
-    known: defaultdict[Any, set[int]] = defaultdict(set)
+    every, block = shardy.walk(shardy.main_function(module)), shardy.main_block(module)
+    ops = [op for op in every if op.name == "stablehlo.dot_general"]
+    arguments: list[ir.Value] = [*block.arguments]
+    first = len(ops) + 1
+    seeds = {op.results[0]: 2 << i for i, op in enumerate(ops)}
+    seeds |= {v: 1 << first + i for i, v in enumerate(arguments)}
+    needs, parts = (defaultdict[ir.Value, int](int, seeds) for _ in range(2))
+    for value in chain.from_iterable(op.results for op in every if _is_backward(op)):
+        needs[value] |= _COTANGENT
+    _follow(block, needs, lambda op: op.operands)
+    _follow(block, parts, _parts)
+    products = list[_Product]()
     for op in ops:
         roots = tuple(map(_root, op.operands))
-        gradients = [*map(_is_cotangent, roots)]
-        gradient = gradients.index(True) if gradients.count(True) == 1 else -1
-        weight = next((i for i in (1, 0) if roots[i] in numbers), -1)
-        parameters = frozenset({numbers[roots[weight]]} if weight >= 0 else ())
-        products.append(_Product(op, roots, weight, gradient, parameters))
-        if parameters:
-            key = roots[1 - weight], _is_backward(op), _dims(op.operands[weight])
-            known[key] |= parameters
-    for place, one in enumerate(products):
-        made, (left, right) = _dims(one.op.results[0]), one.roots
-        keys = ((left, True), (right, False)), ((right, True), (left, False))
-        for key in chain(*keys[:: -1 if one.gradient else 1]):
-            if one.weight < 0 and (of := known[*key, made]):
-                products[place] = replace(one, parameters=frozenset(of))
-                break
-    return products
+        of = tuple(needs[v] for v in op.operands)
+        cotangents = [*map(_is_cotangent, roots)]
+        gradient = cotangents.index(True) if cotangents.count(True) == 1 else -1
+        products.append(_Product(op, roots, -1, gradient, frozenset(), of))
+    numbers = {v: i for i, v in enumerate(arguments)}
+    known, state = _known(_multiplied(products, numbers, -1)), dict[ir.Value, int]()
+    for one in shardy.returned(block.region):
+        if needs[one] & _COTANGENT or not needs[one] & (1 << first) - 2:
+            bits = parts[one]
+            made = [p for i, p in enumerate(products) if bits & 2 << i]
+            of = set().union(*(_made(p, known) for p in made if _is_backward(p.op)))
+            state |= {
+                v: i
+                for v, i in numbers.items()
+                if v.type.shape == one.type.shape and (bits & seeds[v] or i in of)
+            }
+    batch = sum(seeds[v] for v in numbers.keys() - state.keys())
+    factors = _multiplied(products, state, batch)
+    known = _known(factors)
+    others = {p.op: replace(p, parameters=_made(p, known)) for p in products}
+    return [*(others | {one.op: one for one in reversed(factors)}).values()]
+
+
+def _multiplied(
+    products: Sequence[_Product], numbers: Mapping[ir.Value, int], batch: int
+) -> list[_Product]:
+    """The products of parameters and the batch, for each operand that is a parameter.
+
+    None is the optimizer's: of gradients, and not made by differentiation.
+    """
+    return [
+        replace(one, weight=i, parameters=frozenset({numbers[one.roots[i]]}))
+        for one in products
+        for i in (1, 0)
+        if one.roots[i] in numbers and one.needs[1 - i] & batch
+        if not one.needs[1 - i] & _COTANGENT or _is_within(one.op, "transpose(")
+    ]
+
+
+def _known(factors: Sequence[_Product]) -> defaultdict[Any, list[_Product]]:
+    """Differentiated products by a parameter's partner, its pass, and dims."""
+    known = defaultdict[Any, list[_Product]](list)
+    for one in factors:
+        if _is_within(one.op, "jvp("):
+            dims = _dims(one.op.operands[one.weight])
+            known[one.roots[1 - one.weight], _is_backward(one.op), dims].append(one)
+    return known
+
+
+def _made(one: _Product, known: Mapping[Any, Sequence[_Product]]) -> frozenset[int]:
+    """The parameters whose gradient a product makes; none if it makes none.
+
+    Another product with the parameter reads the same cotangent, or else activation.
+    """
+    dims, (left, right) = _dims(one.op.results[0]), one.roots
+    keys = ((left, True), (right, False)), ((right, True), (left, False))
+    tried = chain(*keys[:: -1 if one.gradient else 1])
+    found = ([p for p in known[*key, dims] if p.op != one.op] for key in tried)
+    return frozenset().union(*(p.parameters for p in next(filter(None, found), ())))
+
+
+def _follow(block: ir.Block, bits: defaultdict[ir.Value, int], reads: Any) -> None:
+    """Adds to each value's bits those of the operands of its op that `reads` names."""
+    for op in (one.operation for one in block.operations):
+        of = [bits[v] for v in op.operands]
+        if op.name not in _BY_PLACE:
+            of = [reduce(or_, (bits[v] for v in reads(op)), 0)] * len(op.results)
+        inner = [one.blocks[0] for one in op.regions if op.name in _BY_PLACE]
+        before = list[int]()
+        while inner and before != of:
+            before = of
+            for one in inner:
+                for argument, mask in zip(one.arguments, of, strict=False):
+                    bits[argument] |= mask
+                _follow(one, bits, reads)
+            rows = [[bits[v] for v in shardy.returned(one.region)] for one in inner]
+            of = [reduce(or_, one) for one in zip_longest(of, *rows, fillvalue=0)]
+        for result, mask in zip(op.results, of, strict=False):
+            bits[result] |= mask
+
+
+def _parts(op: ir.Operation) -> list[ir.Value]:
+    """The operands whose numbers an op's result has, changed one by one, or a part."""
+    size = (
+        0
+        if op.name == "stablehlo.dot_general"
+        else sum(prod(v.type.shape) for v in op.results)
+    )
+    return [v for v in op.operands if prod(v.type.shape) <= size]
 
 
 def _root(value: ir.Value) -> ir.Value:
@@ -307,9 +400,13 @@ def _carried(value: ir.Value) -> ir.Value | None:
 
 
 def _is_backward(op: ir.Operation) -> bool:
-    """True for an op of the backward pass that rematerializes nothing."""
-    scope = shardy.location_name(op.location)
-    return "transpose(" in scope and "rematted_computation" not in scope
+    """True if differentiation made an op, and not to compute the forward pass again."""
+    is_again = _is_within(op, "rematted_computation")
+    return _is_within(op, "transpose(") and not is_again
+
+
+def _is_within(op: ir.Operation, scope: str) -> bool:
+    return scope in shardy.location_name(op.location)
 
 
 def _is_cotangent(root: ir.Value) -> bool:

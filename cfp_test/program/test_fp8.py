@@ -244,7 +244,7 @@ def test_stacks_of_other_loops(start, reader):
 
         stack = getattr(jnp, start)((4, TOKENS, WIDTH), x.dtype)
         stack = jax.lax.fori_loop(0, 2, fill, stack)
-        return w, jax.lax.fori_loop(0, 4, read, jnp.zeros_like(x)) @ head
+        return w, head, jax.lax.fori_loop(0, 4, read, jnp.zeros_like(x)) @ head
 
     w = jax.random.normal(jax.random.key(2), (WIDTH, WIDTH), jnp.bfloat16)
     x = jax.random.normal(jax.random.key(3), (TOKENS, WIDTH), jnp.bfloat16)
@@ -252,7 +252,7 @@ def test_stacks_of_other_loops(start, reader):
     assert counts_of(lowering)[TAKEN] == 1
     is_narrow = "tensor<4x64x32xf8E4M3FN>" in lowering.text
     assert is_narrow == (start == "zeros" and reader == "products")
-    got, want = run(w, w, x)[1], jax.jit(step)(w, w, x)[1]
+    got, want = run(w, w, x)[-1], jax.jit(step)(w, w, x)[-1]
     error = np.linalg.norm(np.asarray(got - want, np.float32))
     assert error <= 0.1 * np.linalg.norm(np.asarray(want, np.float32))
 
@@ -378,18 +378,18 @@ def test_xla_merges_no_products_of_a_program_with_fp8():
 def test_a_loop_condition_reads_a_parameter():
     def step(w, head, x):
         def goes_on(state):
-            return jnp.max(state[1] @ state[2]) > 1
+            return jnp.max(state[1] @ state[2] @ head) > 1
 
         halved = jax.lax.while_loop(
             goes_on, lambda s: (s[0] + 1, s[1] / 2, s[2]), (0, x, w)
         )
-        return w, halved[0], halved[1] @ head
+        return w, head, halved[0], halved[1] @ head
 
     args = (jnp.eye(WIDTH, dtype=jnp.bfloat16),) * 2
     args = *args, jnp.full((TOKENS, WIDTH), 8, jnp.bfloat16)
     lowering, run = lowered(step, args)
     assert counts_of(lowering)[TAKEN] == 1
-    _, count, out = run(*args)
+    *_, count, out = run(*args)
     assert count == 3 and (out == 1).all()
 
 
@@ -616,21 +616,144 @@ def test_small_products_times_a_constant_stay_finite(factor, power):
         assert np.abs(y - want).max() <= 2.0**-3 * want.max()
 
 
-def test_a_product_of_a_higher_precision_stays_as_written():
-    def step(w, x):
-        def loss(w):
-            h = jnp.dot(jnp.tanh(x @ w["a"]), w["b"], precision="highest")
-            return jnp.square((jnp.tanh(h) @ w["head"]).astype(jnp.float32)).sum()
+# Steps in which every array is square, so that no size tells what is a parameter.
+def sum_of_squares(y):
+    return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
-        return jax.tree.map(jnp.add, w, jax.grad(loss)(w))
 
-    w = {name: jnp.ones((WIDTH, WIDTH), jnp.bfloat16) for name in ("a", "b", "head")}
-    args = w, jnp.ones((TOKENS, WIDTH), jnp.bfloat16)
-    assert dict(lowered(step, args)[0].rewritten.products) == {
-        TAKEN: {"w/a": 2},
-        "the step asks for a higher precision": {"w/b": 3},
-        "last layer": {"w/head": 3},
-    }
+def network(w, x):
+    return jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]) @ w["head"]
+
+
+def gradients(w, x):
+    return jax.value_and_grad(lambda w: sum_of_squares(network(w, x)))(w)
+
+
+def frozen(w, x, base):
+    def loss(w):
+        return sum_of_squares(network(w, jnp.tanh(x @ base)))
+
+    return jax.value_and_grad(loss)(w)
+
+
+def ids(w, x, table):
+    return (x @ table).astype(jnp.int32), gradients(w, x)
+
+
+def attending(w, q, k, v):
+    def loss(w):
+        scores = jax.nn.softmax((q @ k.T).astype(jnp.float32)).astype(q.dtype)
+        return sum_of_squares(network(w, scores @ v))
+
+    return jax.value_and_grad(loss)(w)
+
+
+def penalized(w, x):
+    def loss(w):
+        return sum_of_squares(network(w, x)) + sum_of_squares(w["a"].T @ w["a"])
+
+    return jax.value_and_grad(loss)(w)
+
+
+def preconditioned(w, x):
+    loss, g = gradients({k: w[k] for k in ("a", "b", "head")}, x)
+    momentum = w["momentum"] * 0.9 + g["a"]
+    return {**g, "momentum": momentum}, w["momentum"] @ momentum, loss
+
+
+def two_heads(w, x):
+    def loss(w):
+        h = jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"])
+        return sum_of_squares(h @ w["head"]) + sum_of_squares(h @ w["second"])
+
+    return jax.value_and_grad(loss)(w)
+
+
+def evaluated(w, x, other):
+    return gradients(w, x), sum_of_squares(network(w, other))
+
+
+def teaching(w, x):
+    loss, g = gradients(w["student"], x)
+    teacher = jax.tree.map(lambda t, s: t * 0.9 + s * 0.1, w["teacher"], w["student"])
+    return g, teacher, loss, sum_of_squares(network(w["teacher"], x))
+
+
+def precise(w, x):
+    def loss(w):
+        h = jnp.dot(jnp.tanh(x @ w["a"]), w["b"], precision="highest")
+        return sum_of_squares(jnp.tanh(h) @ w["head"])
+
+    return jax.value_and_grad(loss)(w)
+
+
+def none_returned(w, x):
+    return network(w, x)
+
+
+WEIGHTS = dict.fromkeys(("a", "b", "head"), (WIDTH, WIDTH))
+USUAL = {TAKEN: {"w/a": 2, "w/b": 3}, "last layer": {"w/head": 3}}
+STAYS, UNCLEAR = "not of a parameter and the batch", "which operand is the gradient"
+SQUARES = {
+    gradients: (1, WEIGHTS, USUAL),
+    frozen: (2, WEIGHTS, {**USUAL, STAYS: {"": 1}}),
+    ids: (2, WEIGHTS, {**USUAL, f"{UNCLEAR} is not clear": {"w/a": 1}}),
+    attending: (3, WEIGHTS, {**USUAL, STAYS: {"": 2}}),
+    penalized: (1, WEIGHTS, {**USUAL, STAYS: {"": 3}}),
+    preconditioned: (
+        1,
+        {**WEIGHTS, "momentum": (WIDTH, WIDTH)},
+        {**USUAL, STAYS: {"": 1}},
+    ),
+    two_heads: (
+        1,
+        {**WEIGHTS, "second": (WIDTH, WIDTH)},
+        {TAKEN: USUAL[TAKEN], "last layer": {"w/head": 3, "w/second": 3}},
+    ),
+    evaluated: (2, WEIGHTS, {TAKEN: {"w/a": 3, "w/b": 4}, "last layer": {"w/head": 4}}),
+    teaching: (
+        1,
+        {"student": WEIGHTS, "teacher": WEIGHTS},
+        {
+            TAKEN: {
+                "w/student/a": 2,
+                "w/student/b": 3,
+                "w/teacher/a": 1,
+                "w/teacher/b": 1,
+            },
+            "last layer": {"w/student/head": 3, "w/teacher/head": 1},
+        },
+    ),
+    precise: (
+        1,
+        WEIGHTS,
+        {
+            **USUAL,
+            TAKEN: {"w/a": 2},
+            "the step asks for a higher precision": {"w/b": 3},
+        },
+    ),
+    none_returned: (1, WEIGHTS, {STAYS: {"": 3}}),
+}
+
+
+def squares(step):
+    count, shapes, expected = SQUARES[step]
+    array = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    params = jax.tree.map(array, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return (params, *[array((WIDTH, WIDTH))] * count), expected
+
+
+@pytest.mark.parametrize("step", SQUARES, ids=lambda step: step.__name__)
+def test_parameters_and_last_layers_are_told_by_what_depends_on_what(step):
+    args, expected = squares(step)
+    assert dict(lowered(step, args)[0].rewritten.products) == expected
+
+
+def test_a_parameter_that_reads_the_batch_is_left_out_with_its_gradient():
+    args, _ = squares(gradients)
+    products = lowered(gradients, args, "fp8:16,-w/a")[0].rewritten.products
+    assert products["left out"] == {"w/a": 2} and products[TAKEN] == {"w/b": 3}
 
 
 def test_what_fp8_saves_is_estimated_from_products_and_quantized_numbers(tmp_path):

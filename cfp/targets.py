@@ -240,8 +240,8 @@ def _function_target(
         wrong = [p for p in positions if not 0 <= p < len(args)]
         if wrong:
             raise CfpError(
-                f"{option} {wrong[0]}: the step has {len(args)} arguments, numbered "
-                f"from 0 to {len(args) - 1}."
+                f"{option} {wrong[0]}: the step's arguments ({len(args)}) are numbered "
+                "from 0."
             )
 
     def make_args(shardings: Sequence[Any], seed: int) -> tuple[Any, ...]:

@@ -151,7 +151,7 @@ class Ring:
 
     @property
     def in_one(self) -> bool:
-        """True if gathered keys are one block, since the kernel can mask all of it."""
+        """True if keys are gathered, and the kernel can mask them all as one block."""
         simple = not self.mask.by_position
         return self.gather and (simple or self.kernel.any_positions)
 

@@ -1,4 +1,4 @@
-"""The command ``cfp run``: runs a few steps of a target under a plan, and checks them.
+"""The command ``cfp run``: runs a target's steps under a plan, and may check them.
 
 A target is a step function with its arguments.
 """

@@ -172,7 +172,7 @@ _VIRTUAL = "cpu, with as many virtual devices as needed, or cuda; "
 def _setting(
     of: Any, name: str, kind: Any, under: str | None = MEASURING, **how: Any
 ) -> Option:
-    """Makes a setting's option, with its default and its docs' first sentence.
+    """Makes a setting's option: its docs' first sentence, and a number's default.
 
     Args:
         of: an object with the defaults, whose docs describe the setting.

@@ -150,8 +150,8 @@ def _cluster(given: dict[str, Any]) -> Cluster | None:
         if given.get(option):
             value = "" if given[option] is True else f" {given[option]}"
             raise CfpError(
-                f"--{option}{value} does not go with --for {text}. Leave it out, or "
-                "give --mesh for other axes than the cluster's own."
+                f"--{option}{value} does not go with --for {text}. Leave it out. "
+                "--mesh gives other axes than the cluster's own."
             )
     return None if text is None else cluster_of(text)
 

@@ -265,7 +265,7 @@ Batch = dict[str, Any]
 
 
 class TrainState(NamedTuple):
-    """Parameters and AdamW's state (first and second moments), all float32."""
+    """Float32 parameters, and AdamW's state: float32 moments and an int32 count."""
 
     params: Any
     opt_state: Any

@@ -578,7 +578,7 @@ def _paths(tree: Any) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Constrained values of one source line, with one type and one sharding.
+    """Values of one source line, type and sharding, as a plan constrains them.
 
     Attributes:
         source: ``file:line``, or "".
@@ -588,6 +588,6 @@ class Site:
     """
 
     source: Words
-    type: Annotated[Words, matching(_TYPE, "a type such as f32[8,16]")]
+    type: Annotated[Words, matching(_TYPE, "a type such as float32[8,16]")]
     spec: SpecField
     count: Count

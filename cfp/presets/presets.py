@@ -163,7 +163,7 @@ def activations(frame: Frame) -> Mapping[int, Spec]:
 
 
 def data_parallel(frame: Frame) -> Choice:
-    """Returns the choice in which every mesh axis shards the batch, if there is any."""
+    """Returns the choice with the batch on every mesh axis; without a batch, whole."""
     return preset(frame, ("data",) * len(frame.mesh), Storage.USED)
 
 

@@ -282,7 +282,7 @@ def _name(op: ir.Operation) -> str:
 
 
 def _join(op: ir.Operation, reads: Sequence[ir.Type], perturbed: bool) -> None:
-    """Converts operands to an op's own types `reads`, and its results to float32."""
+    """Converts operands to `reads`, results to float32; `perturbed`: see `widen`."""
     for index, kind in enumerate(reads):
         if _is_narrow(kind):
             with ir.InsertionPoint(op):

@@ -251,7 +251,7 @@ def known_records(
 ) -> dict[str, ProfileRecord]:
     """Returns the store's records by key, without those to make again.
 
-    Failures to retry are made again, and programs that fit only the present budget.
+    Those are failures to retry, and those too large for an earlier, smaller budget.
     """
     settle(builder.store)
     return {

@@ -220,7 +220,7 @@ def leading_presets(
     presets: Mapping[str, Choice],
     reach: float = float("inf"),
 ) -> dict[str, Choice]:
-    """Selects the presets worth measuring, in the given order.
+    """Selects named presets and the best mixed ones to measure, in the given order.
 
     Args:
         reach: largest estimated time, as a multiple of the best preset's.

@@ -96,7 +96,7 @@ class Way:
 
     @property
     def how(self) -> tuple[str, ...]:
-        """Record in plans: the implementation, then ``axis=role`` for each role."""
+        """Words in plans: the implementation, then ``axis=role`` for each role."""
         return (self.implementation, *(f"{axis}={role}" for axis, role in self.roles))
 
     @classmethod

@@ -79,7 +79,7 @@ def _turned(parameters: Any, first: str, hidden: int) -> dict[str, Any]:
     """
     rows, columns = parameters[first]["kernel"].shape
     if rows == columns:
-        raise Refused("has a square kernel, whose layout is unknown")
+        raise Refused("has a square kernel, either [in, out] or [out, in]")
     if columns != hidden:
         return parameters
     return {

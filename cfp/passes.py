@@ -351,7 +351,7 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
     problem = found.problem
     assert problem is not None, "estimates decide"
     counts = {
-        "strategies_estimated": sum(map(len, problem.options)),
+        "strategies_estimated": float(sum(map(len, problem.options))),
         "estimate_seconds": time.perf_counter() - started,
     }
     return replace(found, counts=counts)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from cfp.analysis.analyze import (
     uncounted_loops,
     update_blocks,
 )
-from cfp.analysis.contractions import DimClasses, is_product
+from cfp.analysis.contractions import DimClasses, is_contraction, is_product
 from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out
 from cfp.analysis.segments import Segment, group_readers
@@ -52,7 +53,7 @@ from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.collectives import Rates
 from cfp.profiling.record import configuration
 from cfp.program.constrain import Constraints
-from cfp.program.graph import Op, Program, call_flops
+from cfp.program.graph import Op, Program, call_flops, op_flops
 from cfp.program.part import aval
 from cfp.program.partitioned import call_of
 from cfp.program.read import outline_of
@@ -253,12 +254,15 @@ def constraint_sites(program: Program, constraints: Constraints) -> tuple[Site, 
     )
 
 
-def whole_ops(layout: Layout) -> tuple[str, ...]:
+def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
     """Lists ops that every device runs in full: ``while at model.py:12 (26%)``.
 
     These are loops without sharding, ops without a sharding rule, ops that XLA does not
     partition, and unsharded custom_partitioning ops. Ops below one percent of all bytes
     and of all FLOPs are left out. A mesh of one device has no such ops.
+
+    Args:
+        rates: rates of the devices for the estimated cost, or None.
     """
     if not layout.frame.mesh:
         return ()
@@ -268,6 +272,7 @@ def whole_ops(layout: Layout) -> tuple[str, ...]:
     ]
     whole: set[int] = set()
     found, touched, computed = Counter(), Counter(), Counter()
+    lost_ms: dict[str, float] = defaultdict(float)
     for op in reversed(program.ops):  # A loop follows the ops of its body.
         if op.id in whole or op.id in program.leaf_ops:
             continue
@@ -275,18 +280,29 @@ def whole_ops(layout: Layout) -> tuple[str, ...]:
         if op.kind == "while" and _is_whole(layout, op):
             whole.update(op.body)
             found[site] += sum(made[i] for i in op.body)
+            inside = [program.ops[i] for i in op.body]
         elif _is_whole_op(layout, op):
             site += _why_whole(layout, op)
             found[site] += made[op.id]
             touched[site] += _bytes(program, op, op.operands) if made[op.id] else 0
             computed[site] += call_flops(op) * op.repeat
+            inside = [op]
+        else:
+            continue
+        if rates is not None:
+            lost_ms[site] += _lost_ms(layout, op, inside, rates)
     texts, every, products = [], sum(made), program_flops(program)
     for site, size in found.most_common():
         flops = computed[site]
         is_large = size + touched[site] >= _WORTH_NAMING * every > 0
         if is_large or flops >= _WORTH_NAMING * products > 0:
-            kinds = [f"{size / every:.0%}"] * is_large
-            kinds += [f"{flops / products:.0%} of all FLOPs"] * bool(flops)
+            kinds = [f"{size / every:.0%}"] if is_large else []
+            if flops and products:
+                kinds.append(f"{flops / products:.0%} of all FLOPs")
+            if cost := lost_ms[site]:
+                least = "" if flops or not touched[site] else "at least "
+                time = f"{cost:.2f}" if cost >= 0.1 else f"{cost:.1g}"
+                kinds.append(f"costs {least}{time} ms by estimate")
             texts.append(f"{site} ({', '.join(kinds)})")
     return tuple(texts)
 
@@ -330,6 +346,39 @@ def sharded_kernels(layout: Layout) -> tuple[str, ...]:
         f"{count} times {text}" if count > 1 else text
         for text, count in found.most_common()
     )
+
+
+def _lost_ms(layout: Layout, op: Op, inside: Sequence[Op], rates: Rates) -> float:
+    """Estimates the ms lost because every device runs an op in full.
+
+    Lost is the time beyond an equal part, and the gathering of operands. For foreign
+    code without FLOPs only memory traffic counts.
+
+    Args:
+        inside: the op itself, or the ops of a loop's body.
+    """
+    program, mesh = layout.frame.program, layout.frame.mesh
+    total = 0.0
+    for one in inside:
+        if one.has_regions or one.id in program.leaf_ops:
+            continue
+        foreign = one.rule is None
+        moved = _bytes(program, one, one.results)
+        moved += _bytes(program, one, one.operands) if foreign else 0
+        flops = call_flops(one) if foreign else 0
+        if is_contraction(one):
+            moved, flops = 0, op_flops(program, one) // one.repeat
+        dtype = program.values[one.operands[0]].dtype if one.operands else "f32"
+        computing = rates.matmul_ms(flops * one.repeat, dtype)
+        total += max(computing, rates.memory_ms(moved))
+    gathered = 0.0
+    for v in dict.fromkeys(op.operands):
+        spec = layout.spec(v)
+        if spec and any(spec):
+            whole = ((),) * len(spec)
+            steps = transition(program.values[v].size_bytes, spec, (), whole, mesh)
+            gathered += op.repeat * sum(rates.collective_ms(*step) for step in steps)
+    return total * (1 - 1 / prod(size for _, size in mesh)) + gathered
 
 
 def _bytes(program: Program, op: Op, values: Iterable[int]) -> int:
@@ -565,7 +614,7 @@ def compose_plan(
         uneven=uneven_arguments(layout),
         undonated=tuple(undonated),
         uncounted=describe_uncounted(program),
-        replicated_ops=whole_ops(layout),
+        replicated_ops=whole_ops(layout, rates),
         host_callbacks_skipped=host_calls(program),
         race=tuple(outcome.rows),
         environment={**configuration(), **environment, **_explicit_axes(mesh)},

@@ -71,7 +71,7 @@ def test_two_hundred_layers_are_planned(tmp_path):
         layered(plain), *arguments(), mesh=make_mesh(MESH), cache_dir=tmp_path
     )
     assert len(plan.arg_specs) == 2 * LAYERS + 2
-    assert any(any(spec) for spec in plan.arg_specs)
+    assert len(plan.segments) >= LAYERS
 
 
 @pytest.fixture

@@ -81,11 +81,11 @@ def specs_of(attribute: ir.Attribute) -> list[Spec]:
     """Converts Shardy's shardings of several values, without parts of axes."""
 
     def names(dim: ir.Attribute) -> tuple[str, ...]:
-        axes = map(sdy.AxisRefAttr, sdy.DimensionShardingAttr(dim).axes)
+        axes = [sdy.AxisRefAttr(one) for one in sdy.DimensionShardingAttr(dim).axes]
         return tuple(axis.name for axis in axes if axis.sub_axis_info is None)
 
     every = sdy.TensorShardingPerValueAttr(attribute).shardings
-    found = map(sdy.TensorShardingAttr, every)
+    found = [sdy.TensorShardingAttr(one) for one in every]
     return [tuple(map(names, one.dimension_shardings)) for one in found]
 
 

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cfp.api import Fastest, Variant, plan, plan_fastest
-    from cfp.attention.call import attention, attention_options
     from cfp.checking.check import compare
     from cfp.context import PlannerSettings
-    from cfp.devices.described import described
-    from cfp.devices.joining import join
+    from cfp.cost.described import described
     from cfp.errors import (
         CfpError,
         MemoryBudgetError,
@@ -23,8 +21,10 @@ if TYPE_CHECKING:
         ProcessError,
         StepNotTraceable,
     )
+    from cfp.kernels.call import attention, attention_options
     from cfp.parallel import ParallelStep, parallelize
     from cfp.plan.plan import Plan
+    from cfp.platform import join
 
     # Names that `plan(..., preset=...)` knows on a mesh of any shape.
     PRESETS: tuple[str, ...]
@@ -54,10 +54,10 @@ __all__ = [
 # Where public names are defined; those that are not here are errors.
 _HOMES = {
     "cfp.api": ("Fastest", "Variant", "plan", "plan_fastest"),
-    "cfp.attention.call": ("attention", "attention_options"),
-    "cfp.devices.described": ("described",),
+    "cfp.kernels.call": ("attention", "attention_options"),
+    "cfp.cost.described": ("described",),
     "cfp.checking.check": ("compare",),
-    "cfp.devices.joining": ("join",),
+    "cfp.platform": ("join",),
     "cfp.parallel": ("ParallelStep", "parallelize"),
     "cfp.plan.plan": ("Plan",),
     "cfp.context": ("PlannerSettings",),
@@ -73,7 +73,7 @@ class _Package(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name == "PRESETS":
-            value = tuple(import_module("cfp.presets.presets").PRESETS)
+            value = tuple(import_module("cfp.analysis.presets").PRESETS)
         elif name in _HOME_OF:
             value = getattr(import_module(_HOME_OF[name]), name)
         else:

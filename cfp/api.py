@@ -4,7 +4,7 @@ analyze   step + mesh             -> Analyzed     :mod:`cfp.passes`
 measure   Analyzed                -> Profiles     :mod:`cfp.passes`
 search    Profiles                -> Solution     :mod:`cfp.passes`
 race      Solution                -> RaceOutcome  :mod:`cfp.race.race`
-complete  Analyzed + RaceOutcome  -> FoundPlan    :mod:`cfp.complete`
+complete  Analyzed + RaceOutcome  -> FoundPlan    :mod:`cfp.variants`
 
 `run_passes` runs the passes after *analyze*, and repeats some until a plan fits.
 :mod:`cfp.variants` calls it for each of several meshes or variants of a step.
@@ -22,9 +22,8 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from cfp.complete import FoundPlan, complete_plan, wrong_kernels
 from cfp.context import DetailedSettings, PlanContext, PlannerSettings, dimensions_of
-from cfp.devices.described import DescribedMesh
+from cfp.cost.described import DescribedMesh
 from cfp.errors import CfpError, warn
 from cfp.passes import (
     Analyzed,
@@ -42,7 +41,14 @@ from cfp.program.jaxprs import unchecked
 from cfp.race.race import race
 from cfp.search.guided import Solution
 from cfp.settings import Dimension
-from cfp.variants import Fastest, Variant, find_fastest
+from cfp.variants import (
+    Fastest,
+    FoundPlan,
+    Variant,
+    complete_plan,
+    find_fastest,
+    wrong_kernels,
+)
 from cfp.view.words import few
 
 

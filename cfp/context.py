@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from cfp.devices.described import DescribedMesh
+from cfp.cost.described import DescribedMesh
 from cfp.errors import CfpError, OptionError, known_names
 from cfp.kernels.kinds import KERNELS, usual_kernels
 from cfp.printable import format_bytes
@@ -318,7 +318,7 @@ def open_context(
     if isinstance(mesh, DescribedMesh):
         environment = tuple(mesh.environment.items())
         if settings.compile:
-            from cfp.devices.elsewhere import check_compiler
+            from cfp.cost.elsewhere import check_compiler
 
             check_compiler(mesh.cluster.kind)
             budget_bytes = budget_bytes or mesh.memory_bytes

@@ -23,11 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cfp.analysis.analyze import Analysis, analyze, resolve_pins
 from cfp.analysis.layout import Choice, Storage
-from cfp.context import PlanContext, PlannerSettings, open_context
-from cfp.cost.costs import Costs, SegmentEstimate
-from cfp.devices.described import DescribedMesh, slice_of
-from cfp.errors import OptionError, known_names
-from cfp.presets.presets import (
+from cfp.analysis.presets import (
     ALIASES,
     DATA_PARALLEL,
     PRESETS,
@@ -38,6 +34,10 @@ from cfp.presets.presets import (
     preset,
     presets,
 )
+from cfp.context import PlanContext, PlannerSettings, open_context
+from cfp.cost.costs import Costs, SegmentEstimate
+from cfp.cost.described import DescribedMesh, slice_of
+from cfp.errors import OptionError, known_names
 from cfp.printable import mesh_text, parse_bytes
 from cfp.profiling.collectives import Rates, known_rates, measure_rates
 from cfp.profiling.jobs import Measurer

@@ -1,4 +1,7 @@
-"""Printable text: escaped control characters, merged names, numbers with units."""
+"""Printable text: escaped control characters, merged names, numbers with units.
+
+Types of fields of saved files, which pydantic checks when a file is read, are here too.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import ceil, prod
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from cfp.errors import CfpError
 
@@ -190,3 +196,62 @@ def clock_text(seconds: float) -> str:
     """Formats seconds as minutes and seconds: ``2:05``."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"
+
+
+MOST_CHARACTERS = 10_000
+MOST_COUNT = 2**53  # JSON holds integers exactly up to here.
+
+Count = Annotated[int, Field(strict=True, ge=0, le=MOST_COUNT)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Time = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Flag = Annotated[bool, Field(strict=True)]
+
+
+def matching(pattern: str, expected: str) -> AfterValidator:
+    """Returns a validator of text by a regular expression; `expected` is its error."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(expected)
+        return text
+
+    return AfterValidator(check)
+
+
+def _name(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("text of printable characters")
+    return text
+
+
+def _words(text: Any) -> Any:
+    return one_line(text) if isinstance(text, str) else text
+
+
+# Text for people, in one line; unprintable characters are replaced.
+Words = Annotated[str, Field(max_length=MOST_CHARACTERS), BeforeValidator(_words)]
+# Names that are compared elsewhere; unprintable characters are refused.
+Name = Annotated[str, Field(max_length=MOST_CHARACTERS), AfterValidator(_name)]
+Spec = tuple[tuple[Words, ...], ...]
+# The source of a plan's numbers.
+Rung = Annotated[str, matching("estimated|measured", "estimated or measured")]
+
+
+def shown(value: object) -> str:
+    """Returns a value's ASCII repr for a message, cut to 60 characters."""
+    return ascii(value) if len(ascii(value)) <= 60 else ascii(value)[:57] + "..."
+
+
+def first_error(error: ValidationError) -> tuple[str, str, str]:
+    """Returns the first error's place, what was expected, and the value found."""
+    first = error.errors(include_url=False)[0]
+    parts = (f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"])
+    where = "".join(parts).removeprefix(".")
+    if first["type"] == "json_invalid":
+        return where, "JSON", first["msg"]
+    if first["type"].startswith("missing"):
+        return where, "this field", "nothing"
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return where, "no field of this name", shown(first["input"])
+    message = re.sub("^(Value error, |Input should be )", "", first["msg"])
+    return where, message.replace("tuple", "list"), shown(first["input"])

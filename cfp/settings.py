@@ -1,6 +1,6 @@
 """Constants that decide a plan, with their sources, and the defaults of platforms.
 
-Efficiencies of devices are in `cfp/devices` and `cfp/cost`, those of kernels in their
+Efficiencies of devices are in `cfp/cost` and `cfp/cost`, those of kernels in their
 records. A source is a page of docs/results, an entry of docs/decisions.md, or the
 word "guess". docs/results/constants.md lists the measured constants. Limits of text,
 files and waiting are in the modules that use them.

@@ -2,7 +2,8 @@
 
 All variants are estimated, the best two are planned, and their plans run in one race,
 since clocks drift between races. If none fits in memory, one variant is planned with
-state in host memory, then leaner variants.
+state in host memory, then leaner variants. `complete_plan` makes a winner's plan with
+its figures, and checks its kernels.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from cfp.analysis.analyze import enough_state
+from cfp.analysis.analyze import Analysis, enough_state
 from cfp.analysis.layout import lay_out
-from cfp.complete import FoundPlan
-from cfp.context import DetailedSettings, device_memory
+from cfp.context import DetailedSettings, PlanContext, device_memory
+from cfp.cost.described import DescribedMesh
 from cfp.cost.memory import host_bytes
-from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MemoryBudgetError, ProcessError
 from cfp.passes import Analyzed, PlanOptions, analyze_step, estimate
+from cfp.plan.describe import compose_plan
 from cfp.plan.parts import UNPLANNED, VARIANTS_SECONDS, VariantFigures
 from cfp.plan.plan import Plan
 from cfp.printable import format_bytes, parse_bytes
@@ -41,13 +42,23 @@ from cfp.program.graph import Program
 from cfp.program.jaxprs import check_settings, unchecked
 from cfp.program.memory import has_host_memory
 from cfp.program.step import FlatStep
-from cfp.race.admission import least_short
-from cfp.race.programs import RaceProgram, RaceResult, programs_of, race_row
+from cfp.race.admission import least_short, no_winner
+from cfp.race.programs import (
+    RaceOutcome,
+    RaceProgram,
+    RaceResult,
+    kernels_not_timed,
+    programs_of,
+    race_row,
+)
 from cfp.race.race import Race
 from cfp.race.turns import race_programs
-from cfp.search.guided import Estimate, Solution
+from cfp.search.guided import Candidate, Estimate, Solution
+from cfp.search.requests import UNMEASURED_STRATEGIES
 from cfp.settings import ESTIMATES_SHARE, HOST_BYTES_PER_MS, Dimension, defaults_of
 from cfp.view.console import shown
+from cfp.view.evidence import with_figures
+from cfp.view.words import RESERVE_BYTES
 
 now = time.monotonic
 _PLANNED = 2
@@ -56,7 +67,87 @@ SEARCH_INSTEAD = (
 )
 
 # Type of a function that plans an analysed step.
-RunPasses = Callable[[Analyzed, PlanOptions], FoundPlan]
+RunPasses = Callable[[Analyzed, PlanOptions], "FoundPlan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundPlan:
+    """A plan, with the analysis and the race's winner that it was made from."""
+
+    plan: Plan
+    analysis: Analysis = field(repr=False)
+    winner: Candidate = field(repr=False)
+
+
+def complete_plan(
+    context: PlanContext, analyzed: Analyzed, outcome: RaceOutcome
+) -> FoundPlan:
+    """Completes the plan of a race's winner.
+
+    Raises:
+        MemoryBudgetError: no candidate fits in memory.
+        CfpError: no candidate runs.
+    """
+    analysis, rules, winner = analyzed.analysis, context.rules, outcome.winner
+    if winner is None:
+        raise _nothing_fits(context, outcome, analysis)
+    kept = BuildEnvironment.beside(context.store.path)
+    environment = dict(context.environment)
+    made = compose_plan(analysis, context.mesh, environment, outcome, kept)
+    made = made.bound_to(analyzed.step, analyzed.lowering.out_tree)
+    if context.memory is not None and context.memory.reserve_bytes:
+        reserve = {RESERVE_BYTES: float(context.memory.reserve_bytes)}
+        made = replace(made, search={**made.search, **reserve})
+    solution, profiles = outcome.solution, outcome.solution.profiles
+    made = with_figures(
+        made,
+        analysis,
+        winner.choice,
+        solution.problem,
+        profiles.replacing if profiles else rules.replacing,
+        profiles.failed_kernels if profiles else kernels_not_timed(outcome),
+        outcome.raced,
+        dimensions=context.settings.dimensions,
+        budget_bytes=context.budget_bytes,
+    )
+    late = profiles is None or UNMEASURED_STRATEGIES in profiles.counts
+    if late and made.figures is not None:
+        # The best step without a choice may use an unmeasured strategy.
+        known = (one for one in made.figures.worth if one.without_ms is not None)
+        made = replace(made, figures=replace(made.figures, worth=tuple(known)))
+    return FoundPlan(plan=made, analysis=analysis, winner=winner)
+
+
+def _nothing_fits(
+    context: PlanContext, outcome: RaceOutcome, analysis: Analysis
+) -> CfpError:
+    """Error: no compiled candidate fits in memory or runs."""
+    reserve = context.memory.reserve_bytes if context.memory else 0
+    error = no_winner(analysis, outcome.results, context.budget_bytes, reserve)
+    if isinstance(error, MemoryBudgetError) and context.is_over:
+        return error.with_line(
+            "Planning ran out of time before it compiled all smaller candidates. "
+            "Give it more (--time-budget, cfp.PlannerSettings(seconds=...))."
+        )
+    return error
+
+
+def wrong_kernels(
+    context: PlanContext, found: FoundPlan
+) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Runs replaced parts beside the original ops; returns wrong kernels, and notes.
+
+    Both are empty for described devices and for a mesh of several processes.
+    """
+    plan, mesh = found.plan, context.mesh
+    is_here = isinstance(mesh, Mesh) and len(mesh.local_devices) == mesh.size
+    if not plan.constraints.replaced or not is_here:
+        return frozenset(), ()
+    from cfp.checking.sites import check_sites  # It runs parts of a step.
+
+    checks = check_sites(context, found.analysis.frame.program, plan.constraints)
+    wrong = frozenset(one.kernel for one in checks if one.is_wrong)
+    return wrong, tuple(str(one) for one in checks if one.is_wrong or one.reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""Analysis: blocks of a program, their strategies, and segments that repeat."""
+"""Analysis: blocks, their strategies, segments that repeat; presets by name."""

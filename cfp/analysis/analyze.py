@@ -386,7 +386,7 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
 
     Args:
         batch: {position of an argument that holds a batch: rank of its first dim}; see
-            `cfp.presets.roles.data_arguments`.
+            `cfp.analysis.roles.data_arguments`.
 
     Returns:
         Unknown counts are absent.

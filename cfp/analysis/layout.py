@@ -26,7 +26,7 @@ from cfp.analysis.strategies import (
     split_axes,
     tensor_spec,
 )
-from cfp.fields import Name
+from cfp.printable import Name
 from cfp.program.constrain import Constraints
 from cfp.program.graph import Op, Program, searched_once
 

@@ -28,11 +28,11 @@ from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_structure
 
 from cfp.analysis.layout import lay_out
+from cfp.analysis.presets import presets
 from cfp.errors import CfpError, StepNotTraceable
 from cfp.passes import analyze_step
 from cfp.plan.execute import CompiledStep, LoweredStep, load_or_lower
 from cfp.plan.plan import Plan
-from cfp.presets.presets import presets
 from cfp.printable import format_bytes
 from cfp.profiling.builder import (
     CompilePool,

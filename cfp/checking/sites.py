@@ -1,6 +1,6 @@
 """Compares each part of a step that a kernel replaces with the original, on devices.
 
-A replacement is proved first (:mod:`cfp.attention.matching`). This check finds faults
+A replacement is proved first (:mod:`cfp.kernels.proof`). This check finds faults
 in the proof, in XLA and in the kernels. A part that several layers share is checked
 once, and passing results are stored.
 """

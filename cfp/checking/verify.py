@@ -17,13 +17,13 @@ from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Frame
+from cfp.analysis.presets import presets
 from cfp.context import PlannerSettings, open_context
 from cfp.errors import CfpError
 from cfp.plan.describe import compose_plan
 from cfp.plan.execute import resolved
 from cfp.plan.parts import Figures, check_arguments
 from cfp.plan.plan import Plan
-from cfp.presets.presets import presets
 from cfp.printable import counted
 from cfp.profiling.builder import Job
 from cfp.profiling.record import ProfileKey, environment_parts

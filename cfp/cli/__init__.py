@@ -16,7 +16,8 @@ from cfp.cli.options import INTERRUPTED, MARKUP, PASS_ON, TRACEBACK, Command, Op
 from cfp.cli.options import command as one_message
 from cfp.cli.supervise import Supervision
 from cfp.cluster.doctor import main as doctor
-from cfp.devices.joining import COORDINATOR, JOIN, PROCESS_ID, PROCESSES
+from cfp.platform import COORDINATOR, JOIN, PROCESSES
+from cfp.profiling.coordination import PROCESS_ID
 
 
 class Commands(TyperGroup):

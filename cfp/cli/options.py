@@ -24,9 +24,9 @@ from typer.core import TyperCommand
 
 from cfp.cli.supervise import Supervision
 from cfp.context import DetailedSettings, PlannerSettings, dimensions_of
-from cfp.devices.joining import is_follower
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
+from cfp.profiling.coordination import is_follower
 from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Limits, Progress
 from cfp.settings import ConstraintLevel

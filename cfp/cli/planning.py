@@ -34,7 +34,7 @@ from cfp.cli.session import (
 )
 from cfp.cluster.on_ray import plan_on_ray
 from cfp.context import PlannerSettings, dimensions_of, open_context
-from cfp.devices.described import (
+from cfp.cost.described import (
     Cluster,
     DescribedMesh,
     cluster_of,

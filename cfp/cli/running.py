@@ -21,7 +21,7 @@ from cfp.cli import options as o
 from cfp.cli.options import Answer, mode_of, save
 from cfp.cli.session import analyse, check_writable, target_of
 from cfp.errors import CfpError
-from cfp.plan.placing import other_devices
+from cfp.plan.execute import other_devices
 from cfp.plan.plan import Plan
 from cfp.printable import parse_bytes
 from cfp.view.console import Display, Rows, print_view, row_of, wrapped

@@ -13,12 +13,12 @@ from jax.sharding import Mesh, PartitionSpec
 from cfp import platform
 from cfp.analysis.dump import GLOBAL_FOLDER, dump_analysis
 from cfp.cli.options import leave_printing_to_process_0
-from cfp.devices.joining import is_follower
 from cfp.errors import CfpError
 from cfp.models import MODELS
 from cfp.passes import Analyzed, Pins, analyze_step
 from cfp.plan.parts import check_arguments, check_donated
 from cfp.plan.plan import Plan
+from cfp.profiling.coordination import is_follower
 from cfp.program.step import typed_as_returned
 from cfp.targets import Target, resolve
 

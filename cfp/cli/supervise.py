@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from cfp.devices.joining import is_asked
 from cfp.errors import CfpError
+from cfp.platform import is_asked
 from cfp.profiling import tasks
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import forget, is_late, settle

@@ -262,7 +262,7 @@ def judged_kernel(kernel: str) -> str:
     import jax
     import jax.numpy as jnp
 
-    from cfp.attention.call import attention
+    from cfp.kernels.call import attention
 
     def results(kernel, q, k, v, dout):
         call = partial(attention, causal=True, implementation=kernel)

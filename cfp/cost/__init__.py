@@ -1,1 +1,1 @@
-"""Estimates of a choice's time and memory, without compiling it."""
+"""Estimates of a choice's time and memory; described devices; compiling for them."""

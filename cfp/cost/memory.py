@@ -25,11 +25,11 @@ from math import ceil, prod
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Frame, Layout, SegmentKernels, lay_out
+from cfp.analysis.presets import data_parallel
 from cfp.analysis.segments import Segment
 from cfp.analysis.storage import spec_ways
 from cfp.analysis.strategies import Spec
 from cfp.kernels.kinds import proposals
-from cfp.presets.presets import data_parallel
 from cfp.program.constrain import CHEAP, makeable, rematerializable
 from cfp.program.graph import Op, Program, is_dequantized, searched_once
 

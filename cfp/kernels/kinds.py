@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 
 from cfp.analysis.layout import Layout, SegmentKernels
 from cfp.analysis.strategies import FactorAxes
-from cfp.attention.matching import matches as attention
-from cfp.attention.matching.matches import Span
 from cfp.errors import PlanMismatch
+from cfp.kernels import matches as attention
+from cfp.kernels.matches import Span
 from cfp.program.constrain import Constraints
 from cfp.program.graph import Program
 from cfp.program.replace import Replacement, Sites

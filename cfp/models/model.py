@@ -23,8 +23,8 @@ from pydantic import (
     model_validator,
 )
 
-from cfp.fields import first_error
 from cfp.models.layers import Batch, Params, inside, random_text
+from cfp.printable import first_error
 
 Scalar = int | float | str | bool | None
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from cfp.devices.described import DeviceKind, kind_of
+from cfp.cost.described import DeviceKind, kind_of
 from cfp.errors import summary_of
 from cfp.operators.cases import (
     Shape,
@@ -37,7 +37,7 @@ from cfp.operators.cases import (
 )
 from cfp.operators.operator import Operator
 from cfp.profiling.builder import is_out_of_memory
-from cfp.profiling.timing import ON_CPUS, measure
+from cfp.profiling.runner import ON_CPUS, measure
 
 MEASURED, WRONG, FAILED = "measured", "incorrect", "failed"
 REFUSED, NO_MEMORY, NO_TIME = "refused", "no memory", "not reached"

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from cfp.attention.kernels import KERNELS
-from cfp.attention.problem import problem_of
 from cfp.errors import CfpError, known_names
+from cfp.kernels.library import KERNELS
+from cfp.kernels.problem import problem_of
 
 
 class Refused(Exception):

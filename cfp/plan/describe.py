@@ -26,12 +26,13 @@ from cfp.analysis.analyze import (
 from cfp.analysis.contractions import DimClasses, is_contraction, is_product
 from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out
+from cfp.analysis.roles import data_arguments
 from cfp.analysis.segments import Segment, group_readers
 from cfp.analysis.storage import even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
 from cfp.cost.costs import segment_candidate
+from cfp.cost.described import DescribedMesh
 from cfp.cost.terms import transition
-from cfp.devices.described import DescribedMesh
 from cfp.plan.execute import ReusableExecutable
 from cfp.plan.parts import (
     INDIVISIBLE,
@@ -47,7 +48,6 @@ from cfp.plan.parts import (
     type_text,
 )
 from cfp.plan.plan import Plan
-from cfp.presets.roles import data_arguments
 from cfp.printable import mesh_text
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.collectives import Rates

@@ -30,9 +30,9 @@ from pydantic import (
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
-from cfp.fields import Count, Flag, Name, first_error, matching, shown
 from cfp.kernels.kinds import KERNELS, known_kernels
 from cfp.plan.parts import PlanRow, PlanSegment, shape_of
+from cfp.printable import Count, Flag, Name, first_error, matching, shown
 from cfp.profiling.record import refused_option
 from cfp.program.constrain import Constraints, Rematerialization
 from cfp.program.fp8 import PRECISION

@@ -18,8 +18,8 @@ from pydantic import Field
 
 from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.errors import OptionError, PlanMismatch
-from cfp.fields import Count, Flag, Name, Time, Words, matching
-from cfp.fields import Spec as SpecField
+from cfp.printable import Count, Flag, Name, Time, Words, matching
+from cfp.printable import Spec as SpecField
 from cfp.program.calling import check_keywords
 from cfp.program.step import FlatStep
 

@@ -14,16 +14,20 @@ from jax.sharding import Mesh
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 from pydantic import ConfigDict
 
-from cfp.devices.described import DescribedMesh
+from cfp.cost.described import DescribedMesh
 from cfp.errors import PlanMismatch, warn
-from cfp.fields import Count, Name, Number, Rung, Time, Words
 from cfp.plan import file
 from cfp.plan.execute import (
+    Arguments,
     CompiledStep,
     LoweredStep,
     ReusableExecutable,
+    check_devices,
     export_planned,
     load_or_lower,
+    made,
+    mesh_here,
+    placed,
     start_devices,
 )
 from cfp.plan.file import Local
@@ -37,8 +41,7 @@ from cfp.plan.parts import (
     static_arguments,
     type_text,
 )
-from cfp.plan.placing import Arguments, check_devices, made, mesh_here, placed
-from cfp.printable import clock_text, mesh_text
+from cfp.printable import Count, Name, Number, Rung, Time, Words, clock_text, mesh_text
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.record import refused_option
 from cfp.profiling.store import store_path

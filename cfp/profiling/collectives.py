@@ -48,10 +48,9 @@ from cfp.profiling.record import (
     ProfileRecord,
     environment_parts,
 )
-from cfp.profiling.runner import Place, execute
+from cfp.profiling.runner import ON_CPUS, Place, TimingOptions, execute
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import MeasureOptions, Task
-from cfp.profiling.timing import ON_CPUS, TimingOptions
 from cfp.program.constrain import partition_spec
 from cfp.program.trace import planning_mesh
 

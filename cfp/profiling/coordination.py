@@ -36,6 +36,8 @@ from cfp.program.jaxprs import Channel, open_channel
 TIMEOUT_SECONDS = 2400.0
 # The same after a failure here, which usually happens in all processes at once.
 AFTER_A_FAILURE_SECONDS = 15.0
+# Names a process's number before the processes are joined.
+PROCESS_ID = "CFP_PROCESS_ID"
 _END = "the end"
 _LOOK_SECONDS = 1.0
 # Time between the failure of another process and the end of this one, if it does not
@@ -266,6 +268,13 @@ def coordination() -> Coordination | None:
 
 # One object for each process, since it counts messages.
 _of_channel = lru_cache(maxsize=1)(Coordination)
+
+
+def is_follower() -> bool:
+    """True in processes other than 0, which decides and prints; uses no device."""
+    if (talk := coordination()) is not None:
+        return talk.channel.process != 0
+    return os.environ.get(PROCESS_ID, "0") != "0"
 
 
 def _processes(mesh: Mesh) -> set[int]:

@@ -21,9 +21,8 @@ from cfp.profiling.builder import (
 from cfp.profiling.collectives import build_probe_here, probe_of
 from cfp.profiling.coordination import Coordination
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.runner import compile_generators, execute_here, shortage
+from cfp.profiling.runner import Run, compile_generators, execute_here, shortage
 from cfp.profiling.tasks import Task
-from cfp.profiling.timing import Run
 from cfp.program.graph import Program
 
 # Traces a program, from a variant's name and the part of its state in host memory.

@@ -40,7 +40,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 import jax
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
-from cfp.fields import Count, Time, first_error
+from cfp.printable import Count, Time, first_error
 from cfp.profiling.coordination import coordination
 from cfp.program.jaxprs import compiler_settings
 

@@ -29,7 +29,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.context import PlanContext
-from cfp.devices.described import DescribedMesh
+from cfp.cost.described import DescribedMesh
 from cfp.kernels.kinds import known_kernels
 from cfp.printable import waiting_text
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build, default_threads
@@ -112,7 +112,7 @@ class Builder:
         if isinstance(mesh, Mesh):
             kept = BuildEnvironment.beside(self.store.path)
             return build(program, mesh, one.job, kept)
-        from cfp.devices.elsewhere import build_elsewhere
+        from cfp.cost.elsewhere import build_elsewhere
 
         limit = self.options.limits.build_seconds
         return build_elsewhere(program, mesh, one.job, limit)

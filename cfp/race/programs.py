@@ -13,10 +13,9 @@ from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, SegmentKernels
+from cfp.analysis.presets import BY_HAND, FROM_ARGUMENTS
 from cfp.cost.costs import segment_candidate
-from cfp.fields import Count, Rung, Time, Words
-from cfp.presets.presets import BY_HAND, FROM_ARGUMENTS
-from cfp.printable import format_bytes
+from cfp.printable import Count, Rung, Time, Words, format_bytes
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.record import (
     STATUSES,

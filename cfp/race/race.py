@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
 from cfp.context import PlanContext
-from cfp.devices.described import DescribedMesh
+from cfp.cost.described import DescribedMesh
 from cfp.profiling.builder import Built
 from cfp.profiling.record import (
     CompiledBytes,

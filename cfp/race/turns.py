@@ -19,9 +19,14 @@ from cfp.analysis.analyze import long_branches
 from cfp.profiling.builder import Built, CompilePool, default_threads
 from cfp.profiling.inputs import sources
 from cfp.profiling.record import ProfileKey, ProfileRecord, utc_now
-from cfp.profiling.runner import check_devices, compile_generators, run
+from cfp.profiling.runner import (
+    ON_CPUS,
+    TimingOptions,
+    check_devices,
+    compile_generators,
+    run,
+)
 from cfp.profiling.tasks import InFlight
-from cfp.profiling.timing import ON_CPUS, TimingOptions
 from cfp.program.graph import Program, numpy_dtype
 from cfp.race.compile import (
     Builder,

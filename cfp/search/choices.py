@@ -15,6 +15,13 @@ import numpy as np
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import AS_WRITTEN, Choice, SegmentKernels, Storage
+from cfp.analysis.presets import (
+    PRESETS,
+    PROPAGATED,
+    REPLICATED,
+    named_choices,
+    plainest,
+)
 from cfp.analysis.storage import USUAL_STORAGE
 from cfp.analysis.strategies import Strategy
 from cfp.cost.costs import (
@@ -26,13 +33,6 @@ from cfp.cost.costs import (
 )
 from cfp.cost.terms import Terms
 from cfp.kernels.kinds import KINDS, Kind
-from cfp.presets.presets import (
-    PRESETS,
-    PROPAGATED,
-    REPLICATED,
-    named_choices,
-    plainest,
-)
 from cfp.profiling.collectives import Rates
 from cfp.search.solver import Assignment, Problem
 from cfp.settings import MIXED_PRESETS, Dimension, Replacing

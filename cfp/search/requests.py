@@ -25,6 +25,7 @@ from cfp.analysis.layout import (
     constraints,
     lay_out,
 )
+from cfp.analysis.presets import activations
 from cfp.analysis.storage import even_spec
 from cfp.analysis.strategies import Spec
 from cfp.cost.costs import (
@@ -37,7 +38,6 @@ from cfp.cost.costs import (
 from cfp.cost.memory import turning_point
 from cfp.errors import CfpError
 from cfp.kernels.kinds import proposals
-from cfp.presets.presets import activations
 from cfp.printable import mesh_text
 from cfp.profiling.builder import Job
 from cfp.profiling.record import Parts, ProfileKey, ProfileRecord

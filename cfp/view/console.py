@@ -26,8 +26,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cfp.context import PlannerSettings
-from cfp.devices.joining import is_follower
 from cfp.printable import clock_text, columns, printable, waiting_text
+from cfp.profiling.coordination import is_follower
 from cfp.profiling.tasks import Progress
 
 

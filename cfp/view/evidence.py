@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, SegmentKernels, Storage, lay_out
+from cfp.analysis.presets import named_choices, plainest, presets
 from cfp.cost.costs import SegmentChoice, segment_candidate
 from cfp.kernels.kinds import KINDS, Kind
 from cfp.plan.describe import axis_roles, sharded_kernels
@@ -27,7 +28,6 @@ from cfp.plan.parts import (
     short_source,
 )
 from cfp.plan.plan import Plan
-from cfp.presets.presets import named_choices, plainest, presets
 from cfp.printable import distinct_ends, merged_name, span_text
 from cfp.search.choices import picks_of
 from cfp.search.guided import Candidate

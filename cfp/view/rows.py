@@ -11,7 +11,7 @@ from itertools import accumulate, groupby
 from cfp.plan.parts import MoveFigure, PlanRow, PlanSegment, roles_text
 from cfp.plan.plan import Plan
 from cfp.printable import counted, format_bytes, merged_name, span_text
-from cfp.profiling.timing import interquartile_range
+from cfp.profiling.runner import interquartile_range
 from cfp.race.programs import RaceRow
 from cfp.settings import ALIKE
 from cfp.view import words

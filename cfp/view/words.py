@@ -8,7 +8,7 @@ from math import prod
 
 from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.analysis.strategies import Spec
-from cfp.devices.described import kind_of
+from cfp.cost.described import kind_of
 from cfp.plan.parts import (
     VARIANTS_SECONDS,
     MoveFigure,

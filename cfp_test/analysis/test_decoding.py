@@ -8,7 +8,7 @@ import pytest
 
 import cfp
 from cfp.analysis.layout import lay_out
-from cfp.presets.presets import presets
+from cfp.analysis.presets import presets
 from cfp_test.analysis.generating import (
     GENERATING,
     HEADS,

@@ -10,8 +10,8 @@ import pytest
 import cfp
 from cfp.analysis.analyze import analyze, program_flops
 from cfp.analysis.layout import constraints, lay_out
+from cfp.analysis.presets import named_choices
 from cfp.analysis.segments import _Cutter
-from cfp.presets.presets import named_choices
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.support.checking import make_mesh

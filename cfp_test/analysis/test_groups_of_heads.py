@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from cfp.analysis.layout import lay_out
+from cfp.analysis.presets import presets
 from cfp.analysis.strategies import AxisChoice
-from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp_test.programs.common import normal, squares, training
 from cfp_test.support.checking import compile_choice, differences, prepare

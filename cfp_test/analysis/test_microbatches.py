@@ -9,11 +9,11 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import constraints, lay_out
+from cfp.analysis.presets import presets
 from cfp.analysis.segments import open_loops
 from cfp.cost.memory import accumulated_bytes, turning_point
 from cfp.cost.terms import Terms
 from cfp.models import build
-from cfp.presets.presets import presets
 from cfp.profiling.collectives import KINDS, Rates
 from cfp.program import shardy
 from cfp.program.constrain import constrain, rematerializable

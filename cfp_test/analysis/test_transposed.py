@@ -6,7 +6,7 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import constraints, lay_out
-from cfp.presets.presets import presets
+from cfp.analysis.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp.program.part import lower_part
 from cfp.program.step import flatten_step

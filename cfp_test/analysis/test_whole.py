@@ -10,7 +10,7 @@ import pytest
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import lay_out
-from cfp.presets.presets import named_choices
+from cfp.analysis.presets import named_choices
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.support.checking import make_mesh

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 import cfp
+from cfp.analysis.presets import PRESETS, PROPAGATED, named_choices
 from cfp.context import DetailedSettings, _rules
 from cfp.models import build
 from cfp.passes import analyze_step
-from cfp.presets.presets import PRESETS, PROPAGATED, named_choices
 from cfp.program.step import flatten_step
 from cfp.search.requests import constraints_of
 from cfp.settings import ConstraintLevel, defaults_of

@@ -10,11 +10,11 @@ import pytest
 
 import cfp
 from cfp.analysis.layout import Storage
+from cfp.analysis.presets import presets
 from cfp.context import PlannerSettings, dimensions_of, open_context
 from cfp.errors import CfpError
 from cfp.models import build
 from cfp.passes import analyze_step, profile, search
-from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.settings import Dimension, defaults_of
 from cfp_test.cli.cli_runner import run_batch

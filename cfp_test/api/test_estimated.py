@@ -10,8 +10,8 @@ import pytest
 
 import cfp
 from cfp.analysis.analyze import analyze
+from cfp.analysis.presets import presets
 from cfp.cost.costs import Costs
-from cfp.presets.presets import presets
 from cfp.profiling.builder import build
 from cfp.profiling.collectives import Rates
 from cfp.profiling.record import ProfileRecord

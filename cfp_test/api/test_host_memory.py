@@ -12,10 +12,10 @@ from jax.sharding import AbstractMesh
 import cfp
 from cfp.analysis.analyze import analyze, enough_state, movable_state
 from cfp.analysis.layout import lay_out
+from cfp.analysis.presets import presets
 from cfp.checking.check import Check, both_sides
 from cfp.context import DetailedSettings
 from cfp.cost.memory import host_bytes
-from cfp.presets.presets import presets
 from cfp.printable import format_bytes
 from cfp.program.shardy import (
     main_function,

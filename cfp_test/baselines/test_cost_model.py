@@ -9,10 +9,10 @@ from alpa_test.cost_model import LINKS, AlphaBeta, choose, fit, formulate
 from alpa_test.cost_model.communication import Link, sent_share
 from alpa_test.cost_model.formulation import MODES
 from cfp.analysis.analyze import analyze
+from cfp.analysis.presets import presets
 from cfp.analysis.strategies import NONE
 from cfp.errors import CfpError
 from cfp.models import build
-from cfp.presets.presets import presets
 from cfp.profiling.collectives import KINDS, Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace

@@ -8,8 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from cfp.profiling.inputs import make_inputs
-from cfp.profiling.runner import timing_on
-from cfp.profiling.timing import ON_CPUS, TimingOptions
+from cfp.profiling.runner import ON_CPUS, TimingOptions, timing_on
 from cfp_test.bench.case import Ready
 from cfp_test.bench.kernels import Split, trace_split
 

@@ -33,13 +33,13 @@ from alpa_test.cost_model.communication import sent_share
 from cfp import platform
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
+from cfp.analysis.presets import PRESETS, presets
 from cfp.analysis.strategies import NONE, Strategy, block_strategies
 from cfp.cli.session import Session, analyse
 from cfp.cluster.doctor import shows_nvidia
 from cfp.errors import CfpError
 from cfp.models import find
 from cfp.plan.describe import block_moves
-from cfp.presets.presets import PRESETS, presets
 from cfp.profiling.builder import BuildEnvironment, reason_of
 from cfp.profiling.runner import execute
 from cfp.search.guided import Candidate

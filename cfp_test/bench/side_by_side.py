@@ -48,6 +48,7 @@ from jax.sharding import NamedSharding
 from alpa_test.handwritten.step import ShardedStep, shard_largest, shard_step
 from alpa_test.handwritten.tables import TABLES
 from cfp import platform
+from cfp.analysis.presets import DATA_PARALLEL, presets
 from cfp.cli.session import Session
 from cfp.context import PlannerSettings, open_context
 from cfp.errors import MemoryBudgetError
@@ -55,7 +56,6 @@ from cfp.models import initialise
 from cfp.models.layers import attending_by
 from cfp.models.model import Scalar
 from cfp.passes import profile, search
-from cfp.presets.presets import DATA_PARALLEL, presets
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.record import environment_parts
 from cfp.profiling.store import store_path

@@ -6,8 +6,8 @@ from importlib import import_module
 
 import pytest
 
-from cfp.attention.kernels import KERNELS
-from cfp.profiling.timing import TimingOptions
+from cfp.kernels.library import KERNELS
+from cfp.profiling.runner import TimingOptions
 from cfp.settings import defaults_of
 from cfp_test.bench.pages import RESULTS, as_text, table, with_tables
 

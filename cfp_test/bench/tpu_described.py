@@ -19,7 +19,7 @@ import jax
 
 import cfp
 from cfp.context import PlannerSettings
-from cfp.devices.described import DescribedMesh
+from cfp.cost.described import DescribedMesh
 from cfp.errors import CfpError
 from cfp.targets import resolve
 

@@ -9,12 +9,12 @@ import pytest
 
 from cfp import PlannerSettings, api
 from cfp.analysis.layout import constraints, lay_out
-from cfp.attention.matching.matches import propose
+from cfp.analysis.presets import plainest, presets
 from cfp.checking.sites import check_sites
 from cfp.context import open_context
+from cfp.kernels.matches import propose
 from cfp.platform import all_meshes
-from cfp.presets.presets import plainest, presets
-from cfp_test.attention.replaced import Step
+from cfp_test.kernels.replaced import Step
 
 BATCH, TOKENS, HEADS, DIM = 4, 32, 2, 8
 POSITIONS = np.arange(TOKENS)

@@ -16,8 +16,8 @@ from cfp.analysis.dump import (
     strategy_map,
 )
 from cfp.analysis.layout import lay_out
+from cfp.analysis.presets import presets
 from cfp.errors import CfpError
-from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp_test.passes.three_passes import layout_lines, sequence_lines

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from cfp.attention import call
 from cfp.cluster import doctor
 from cfp.cluster.doctor import CHECKS, Result, allows, examine, main, row
+from cfp.kernels import call
 from cfp_test.cli.cli_runner import ROOT, environment, run_one
 from cfp_test.cluster.sick import Machine
 from cfp_test.support.waiting import GUARD_SECONDS
@@ -295,6 +295,6 @@ def test_kernels_are_held_against_float32(fault, status, words, monkeypatch):
         return out if implementation == "xla" else out * (1 + fault)
 
     plain = SimpleNamespace(attention=faulty)
-    monkeypatch.setitem(sys.modules, "cfp.attention.call", plain)
+    monkeypatch.setitem(sys.modules, "cfp.kernels.call", plain)
     found, reason = judged(lambda: doctor.judged_kernel("chunked"))
     assert (found, words in reason) == (status, True), reason

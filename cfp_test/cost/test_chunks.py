@@ -10,14 +10,14 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice, Storage
+from cfp.analysis.presets import presets
+from cfp.analysis.roles import axis_walk
 from cfp.analysis.strategies import AxisChoice
-from cfp.attention import chunked
-from cfp.attention.matching.functions import Way
-from cfp.attention.matching.matches import AttentionProposal, find
-from cfp.attention.problem import AttentionProblem
 from cfp.cost.costs import Costs, segment_candidate
-from cfp.presets.presets import presets
-from cfp.presets.roles import axis_walk
+from cfp.kernels import chunked
+from cfp.kernels.functions import Way
+from cfp.kernels.matches import AttentionProposal, find
+from cfp.kernels.problem import AttentionProblem
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.collectives import Rates
 from cfp.program.step import flatten_step

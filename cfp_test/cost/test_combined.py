@@ -11,9 +11,9 @@ import pytest
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Storage
+from cfp.analysis.presets import presets
 from cfp.cost.costs import Costs, segment_candidate
 from cfp.cost.terms import Terms
-from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.choices import estimate_kinds

@@ -8,9 +8,9 @@ import pytest
 
 import cfp
 from cfp import models
+from cfp.analysis.presets import presets
 from cfp.cost.costs import _pair_ms, segment_candidate
 from cfp.cost.terms import Terms
-from cfp.presets.presets import presets
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.made_up import estimated, rates_of

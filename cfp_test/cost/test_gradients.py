@@ -6,9 +6,9 @@ import pytest
 
 from cfp import models
 from cfp.analysis.analyze import analyze
+from cfp.analysis.presets import presets
 from cfp.cost.costs import segment_candidate
 from cfp.cost.terms import Terms
-from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.models.tiny import TINY

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from cfp.analysis.analyze import analyze
+from cfp.analysis.presets import presets
 from cfp.cost.costs import Costs, segment_candidate
 from cfp.cost.memory import residuals
-from cfp.presets.presets import presets
 from cfp.profiling.builder import Built, build
 from cfp.profiling.collectives import Rates
 from cfp.program.step import flatten_step

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from cfp.analysis.analyze import analyze
+from cfp.analysis.presets import presets
 from cfp.cost.costs import Costs, segment_candidate
 from cfp.cost.memory import is_in_memory, peak_bytes, steps_of, summed_in_two_orders
-from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.collectives import Rates
 from cfp.program.step import flatten_step

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 import cfp
-from cfp.devices.joining import Membership
 from cfp.errors import ProcessError
 from cfp.passes import PlanOptions
+from cfp.platform import Membership
 from cfp.profiling.coordination import check_alike
 from cfp.variants import facts_of
 from cfp_test.distributed.hosts_of_several import ROWS, WIDTH, numbers, train_step

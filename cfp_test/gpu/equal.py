@@ -14,17 +14,17 @@ import numpy as np
 
 import cfp
 from cfp.analysis.layout import Choice, lay_out
-from cfp.attention.kernels import KERNELS
+from cfp.analysis.presets import presets
 from cfp.context import DetailedSettings
 from cfp.errors import CfpError
+from cfp.kernels.library import KERNELS
 from cfp.models import build, initialise
 from cfp.plan.execute import CompiledStep
 from cfp.plan.plan import Plan
-from cfp.presets.presets import presets
 from cfp.search.requests import constraints_of
 from cfp.settings import ConstraintLevel
-from cfp_test.attention.matrix import ALLOWED, STRATEGIES, packed
 from cfp_test.gpu.place import Failed, Place, note
+from cfp_test.kernels.matrix import ALLOWED, STRATEGIES, packed
 from cfp_test.programs.kernels import differentiable, kernel
 from cfp_test.random_steps.check import Subject
 from cfp_test.random_steps.compare import MOST_ALLOWED

@@ -15,12 +15,12 @@ import jax
 import numpy as np
 
 import cfp
+from cfp.analysis.presets import PRESETS, presets
 from cfp.context import DetailedSettings
 from cfp.errors import MemoryBudgetError
 from cfp.models import build
 from cfp.plan.execute import CompiledStep
 from cfp.plan.plan import Plan
-from cfp.presets.presets import PRESETS, presets
 from cfp.printable import format_bytes
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.record import ProfileKey, ProfileRecord

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import jax
 import pytest
 
-from cfp.presets.presets import presets
+from cfp.analysis.presets import presets
 from cfp.profiling.record import ProfileKey, ProfileRecord
 from cfp.race.programs import RaceRow
 from cfp.settings import ConstraintLevel, defaults_of

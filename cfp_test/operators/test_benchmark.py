@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from cfp.devices.described import kind
+from cfp.cost.described import kind
 from cfp.errors import CfpError
 from cfp.operators import (
     OPERATORS,

@@ -6,9 +6,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import cfp
+from cfp.analysis.presets import named_choices, propagated
 from cfp.api import run_passes
 from cfp.passes import PlanOptions, analyze_step
-from cfp.presets.presets import named_choices, propagated
 from cfp.program.step import flatten_step
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.support.checking import make_mesh

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from cfp.analysis.presets import presets
 from cfp.cost.costs import Costs
 from cfp.passes import _smallest, search_as_compiled
-from cfp.presets.presets import presets
 from cfp.profiling.record import CompiledBytes
 from cfp.race.programs import less_memory
 from cfp.search.choices import picks_of, whole_choice

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import cfp
-from cfp.plan.placing import Arguments, mesh_here, placed
+from cfp.plan.execute import Arguments, mesh_here, placed
 from cfp_test.cli.cli_runner import ROOT
 from cfp_test.distributed.several import free_port
 from cfp_test.support.checking import make_mesh
@@ -122,7 +122,7 @@ import sys
 import jax, numpy as np
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[1]))
-from cfp.plan.placing import Arguments, placed
+from cfp.plan.execute import Arguments, placed
 mesh = jax.make_mesh((4,), ("x",))
 types, specs = ("float32[8]", "float32[3]"), ((("x",),), ((),))
 known = Arguments(("batch", "w"), types, specs, ("", ""), mesh)

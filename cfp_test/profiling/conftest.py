@@ -13,9 +13,8 @@ from jax.sharding import Mesh
 from cfp.profiling.builder import BuildEnvironment, Job
 from cfp.profiling.jobs import run_jobs
 from cfp.profiling.record import ProfileKey
-from cfp.profiling.runner import place_of_parts
+from cfp.profiling.runner import ON_CPUS, TimingOptions, place_of_parts
 from cfp.profiling.store import ProfileStore
-from cfp.profiling.timing import ON_CPUS, TimingOptions
 from cfp.program.constrain import Constraints
 from cfp.program.graph import Program, Spec
 from cfp.program.part import Part, cut_part

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.analysis.analyze import analyze
-from cfp.presets.presets import plainest, presets
+from cfp.analysis.presets import plainest, presets
 from cfp.profiling.inputs import (
     InputKind,
     generator,

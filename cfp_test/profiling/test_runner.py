@@ -10,8 +10,8 @@ from cfp.errors import CfpError
 from cfp.profiling import runner
 from cfp.profiling.builder import Built, build
 from cfp.profiling.inputs import make_inputs
+from cfp.profiling.runner import measure as timing_measure
 from cfp.profiling.runner import run
-from cfp.profiling.timing import measure as timing_measure
 from cfp_test.profiling.conftest import profile
 
 pytestmark = pytest.mark.usefixtures("compiled_once")

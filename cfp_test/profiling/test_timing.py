@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cfp.profiling import timing as room
-from cfp.profiling.runner import timing_on
-from cfp.profiling.timing import (
+from cfp.profiling import runner as room
+from cfp.profiling.runner import (
     ON_CPUS,
     Timing,
     TimingOptions,
     interquartile_range,
     relative_spread,
+    timing_on,
 )
 
 LONG = TimingOptions(

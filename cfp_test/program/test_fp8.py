@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import cfp
 from cfp.checking.check import Check, both_sides
-from cfp.devices.described import described
+from cfp.cost.described import described
 from cfp.errors import OptionError
 from cfp.plan.plan import Plan
 from cfp.program.fp8 import (

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import lay_out
+from cfp.analysis.presets import presets
 from cfp.context import DetailedSettings
 from cfp.cost.memory import argument_bytes
-from cfp.presets.presets import presets
 from cfp.program.constrain import Constraints
 from cfp.program.part import cut_part, lower_part
 from cfp.program.step import flatten_step

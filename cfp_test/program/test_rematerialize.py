@@ -9,9 +9,9 @@ import pytest
 from jax.extend.mlir import ir
 
 from cfp.analysis.layout import Choice, Storage, constraints, lay_out
+from cfp.analysis.presets import presets
 from cfp.analysis.segments import find_segments
 from cfp.cost.memory import turning_point
-from cfp.presets.presets import presets
 from cfp.program import shardy
 from cfp.program.constrain import constrain, makeable, rematerializable
 from cfp.program.part import cut_part

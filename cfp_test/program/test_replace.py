@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from cfp.analysis.layout import Choice, Storage, constraints, lay_out
+from cfp.analysis.presets import presets
 from cfp.analysis.segments import find_segments
 from cfp.cost.memory import turning_point
-from cfp.presets.presets import presets
 from cfp.program.constrain import constrain, rematerializable
 from cfp.program.part import cut_part
 from cfp.program.replace import Replacement, Stage, erase_unread, is_in_order

@@ -17,13 +17,13 @@ from jax.sharding import Mesh
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice, Storage
+from cfp.analysis.presets import presets
 from cfp.analysis.strategies import NONE
 from cfp.api import run_passes
 from cfp.checking.check import ROUNDING_MARGIN, nudge
 from cfp.context import DetailedSettings
 from cfp.passes import PlanOptions, analyze_step
 from cfp.plan.parts import Detail, roles_text
-from cfp.presets.presets import presets
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import trace
 from cfp_test.support.checking import MeshSizes, make_mesh

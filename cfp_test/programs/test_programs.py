@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cfp.presets.presets import presets
+from cfp.analysis.presets import presets
 from cfp_test.programs.planned import RACED, check_program
 from cfp_test.programs.registry import PROGRAMS, programs_on
 from cfp_test.support.checking import compile_choice, differences, draw, prepare

@@ -9,9 +9,9 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
+from cfp.analysis.presets import PROPAGATED, presets
 from cfp.context import DetailedSettings, MemoryBudget
 from cfp.cost.costs import segment_candidate
-from cfp.presets.presets import PROPAGATED, presets
 from cfp.profiling.record import MEMORY_SHARE, ProfileKey, ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step

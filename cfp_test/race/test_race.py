@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import cfp
+from cfp.analysis.presets import PRESETS
 from cfp.context import DetailedSettings, MemoryBudget
-from cfp.presets.presets import PRESETS
 from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.race import compile as building
 from cfp.race.admission import limit_options

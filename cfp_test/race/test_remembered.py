@@ -10,8 +10,8 @@ import pytest
 
 import cfp
 from cfp.analysis.analyze import analyze
+from cfp.analysis.presets import presets
 from cfp.context import DetailedSettings
-from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step

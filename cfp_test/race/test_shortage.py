@@ -10,8 +10,8 @@ import pytest
 import cfp
 from cfp.analysis.analyze import Analysis, analyze
 from cfp.analysis.layout import Choice, Storage
+from cfp.analysis.presets import preset
 from cfp.cost.memory import can_rematerialize
-from cfp.presets.presets import preset
 from cfp.printable import format_bytes
 from cfp.profiling.record import ProfileRecord
 from cfp.program.step import flatten_step

@@ -12,8 +12,8 @@ from cfp.errors import CfpError
 from cfp.profiling import runner
 from cfp.profiling.builder import Built
 from cfp.profiling.record import ProfileRecord
+from cfp.profiling.runner import measure
 from cfp.profiling.tasks import MeasureOptions
-from cfp.profiling.timing import measure
 from cfp.race import compile as building
 from cfp.race import turns as room
 from cfp.race.compile import Builder, compile_programs

@@ -41,7 +41,7 @@ class Fault:
 
 
 def _plant_factor(patch: pytest.MonkeyPatch) -> None:
-    from cfp.attention.problem import AttentionStrategy
+    from cfp.kernels.problem import AttentionStrategy
 
     patch.setattr(AttentionStrategy, "spread", property(lambda self: None))
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
+from cfp.analysis.presets import presets
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.cost.costs import segment_candidate
-from cfp.presets.presets import presets
 from cfp.search.choices import kernel_variants
 from cfp.settings import ConstraintLevel, Replacing
 

@@ -21,12 +21,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cfp
-from cfp.attention.ring import zigzag_order
+from cfp.kernels.ring import zigzag_order
 from cfp.models import find
 from cfp.models.layers import random_text
 from cfp.models.model import Config
 from cfp.profiling.builder import is_out_of_memory, reason_of
-from cfp_test.attention import decoder
+from cfp_test.kernels import decoder
 from cfp_test.ring import checkpoint
 
 TINY: Mapping[str, int] = {

@@ -3,8 +3,8 @@
 import random
 
 from cfp.analysis.analyze import analyze
+from cfp.analysis.presets import presets
 from cfp.cost.costs import segment_candidate
-from cfp.presets.presets import presets
 from cfp.profiling.collectives import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace

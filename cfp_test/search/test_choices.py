@@ -8,9 +8,9 @@ import pytest
 
 from cfp import models
 from cfp.analysis.layout import Storage
+from cfp.analysis.presets import PRESETS, presets
 from cfp.analysis.storage import USUAL_STORAGE
 from cfp.cost.costs import Costs, SegmentChoice, segment_candidate
-from cfp.presets.presets import PRESETS, presets
 from cfp.search.choices import (
     leading_presets,
     picks_of,

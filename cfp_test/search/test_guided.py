@@ -9,10 +9,10 @@ import pytest
 
 from cfp import models
 from cfp.analysis.layout import Storage
+from cfp.analysis.presets import presets
 from cfp.analysis.storage import USUAL_STORAGE
 from cfp.cost.costs import Costs, SegmentChoice
 from cfp.errors import CfpError
-from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.search.choices import (
     leading_presets,

@@ -8,9 +8,9 @@ import jax
 import pytest
 
 from cfp.analysis.analyze import analyze
+from cfp.analysis.presets import presets
 from cfp.cost.costs import Costs
 from cfp.cost.memory import can_rematerialize
-from cfp.presets.presets import presets
 from cfp.profiling.builder import Built, build
 from cfp.profiling.collectives import Rates
 from cfp.profiling.record import ProfileRecord

@@ -16,7 +16,7 @@ import pytest
 
 from cfp.profiling.builder import Built
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.timing import Timing, TimingOptions
+from cfp.profiling.runner import Timing, TimingOptions
 
 # Where compiled programs are timed, under the name that each module has for it.
 _TIMED_IN = ("collectives", "runner")
@@ -35,7 +35,7 @@ def execute(built: Built, *args: object, **options: object) -> ProfileRecord:
 
 
 def measure(run: Any, timing: TimingOptions, **options: object) -> Timing:
-    """Stands for `cfp.profiling.timing.measure`; everything runs, twice.
+    """Stands for `cfp.profiling.runner.measure`; everything runs, twice.
 
     So what a program donates is fed back to it, and what cannot run fails.
     """

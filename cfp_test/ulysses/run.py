@@ -26,7 +26,7 @@ from cfp.models.layers import random_text
 from cfp.models.model import Config
 from cfp.profiling.builder import reason_of
 from cfp.profiling.hlo import collectives_in
-from cfp_test.attention.decoder import init_params, loss, taps
+from cfp_test.kernels.decoder import init_params, loss, taps
 from cfp_test.ulysses.__main__ import LEARNING_RATE, row_of
 
 TOKENS = P("dp", "sp")  # Of [batch, tokens, ...]: as they are outside of attention.

@@ -8,8 +8,8 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Storage
+from cfp.analysis.presets import presets
 from cfp.cost.costs import SegmentChoice, segment_candidate
-from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.solver import Option, Problem

@@ -14,6 +14,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 import cfp
 from cfp.analysis.analyze import analyze, build_frame
 from cfp.analysis.layout import lay_out
+from cfp.analysis.presets import presets
 from cfp.cli.options import save
 from cfp.context import DetailedSettings
 from cfp.plan.describe import whole_ops
@@ -25,7 +26,6 @@ from cfp.plan.parts import (
     VariantFigures,
     WorthFigures,
 )
-from cfp.presets.presets import presets
 from cfp.profiling.record import MEMORY_SHARE
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace

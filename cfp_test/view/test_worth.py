@@ -7,10 +7,10 @@ import pytest
 
 import cfp
 from cfp.analysis.layout import Storage
+from cfp.analysis.presets import presets
 from cfp.context import PlannerSettings, open_context
 from cfp.models import build
 from cfp.passes import analyze_step, profile, search
-from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.search.guided import Candidate
 from cfp.view.evidence import worth

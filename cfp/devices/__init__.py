@@ -1,1 +1,0 @@
-"""Described clusters, compiling for them, and joining of processes."""

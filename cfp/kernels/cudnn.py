@@ -1,0 +1,154 @@
+"""cuDNN's flash attention, through `jax.nn.dot_product_attention`.
+
+A ring calls the two kernels of JAX's function one by one. The forward kernel returns
+its log-sum-exp in float32; the backward kernel takes the whole row's log-sum-exp. Their
+primitives are found by name in the jaxpr of the public function, so that no private
+module of JAX is imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from cfp.errors import CfpError
+from cfp.kernels.problem import AttentionProblem, Mask, Scores, finite_bias
+from cfp.program.jaxprs import equations
+
+FORWARD = "dot_product_attention_fwd_wrapper"
+BACKWARD = "dot_product_attention_bwd_wrapper"
+# Indices of BACKWARD's operands. Operands 0, 1, 2 of both are q, k, v.
+_LSE, _OUT, _DOUT = 10, 11, 12
+
+LEAST_CAPABILITY = 8.0
+HEAD_DIM_STEP = 8
+# By compute capability; jax.nn.dot_product_attention says the same.
+MAX_HEAD_DIM_HOPPER, MAX_HEAD_DIM = 256, 128
+
+
+def refusal(problem: AttentionProblem, platform: str) -> str | None:
+    """Reason why cuDNN does not compute a problem on one device, or None."""
+    if platform not in ("cuda", "gpu"):
+        return f"it needs NVIDIA GPUs, and devices are of platform {platform}"
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"it computes in float16 and bfloat16, not in {problem.dtype}"
+    capability = _least_capability()
+    if capability is None:
+        return "it needs NVIDIA GPUs, and a device is of another vendor"
+    if capability < LEAST_CAPABILITY:
+        return f"it needs compute capability 8.0, and a device has {capability}"
+    widest = MAX_HEAD_DIM_HOPPER if capability >= 9.0 else MAX_HEAD_DIM
+    if problem.head_dim % HEAD_DIM_STEP or problem.head_dim > widest:
+        return (
+            f"its head dim must be a multiple of {HEAD_DIM_STEP} up to {widest} on "
+            f"this device, not {problem.head_dim}"
+        )
+    if problem.softcap is not None:
+        return "it has no soft cap"
+    if problem.segments and not problem.hides_keys:
+        return "JAX's public function does not support packed segments"
+    if problem.right is not None or (problem.left is not None and not problem.causal):
+        return "it supports a window only to the left, with a causal mask"
+    if problem.rounds_bias:
+        return (
+            f"it adds a bias in {problem.dtype}, which would round this one; it would "
+            f"with the bias cast to {problem.dtype}"
+        )
+    if problem.rounds_output:
+        return (
+            f"it makes its output in {problem.dtype}, which would round this one; it "
+            f"would with the output cast to {problem.dtype}"
+        )
+    is_odd = problem.queries % 2 or problem.keys % 2
+    if is_odd and (problem.bias or problem.hides_keys):
+        return "with a bias or mask, queries and keys must be even numbers"
+    return None
+
+
+def _least_capability() -> float | None:
+    """Least compute capability of local devices; None if a GPU is not NVIDIA's.
+
+    Devices without the attribute, such as CPUs, count as 9.0.
+    """
+    found = [getattr(d, "compute_capability", "9.0") for d in jax.local_devices()]
+    try:
+        return min(map(float, found))
+    except ValueError:
+        return None
+
+
+def whole(
+    q: Array, k: Array, v: Array, scores: Scores, mask: Mask, bias: Array | None
+) -> Array:
+    """Computes attention by JAX's public function, differentiably."""
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        bias=None if bias is None else finite_bias(bias, q.dtype),
+        scale=scores.scale,
+        is_causal=mask.causal,
+        key_value_seq_lengths=mask.lengths(q.shape[0]),
+        local_window_size=None if mask.left is None else (mask.left, 0),
+        implementation="cudnn",
+    )
+
+
+def attend(
+    q: Array, k: Array, v: Array, scores: Scores, mask: Mask
+) -> tuple[Array, Array]:
+    """Like `plain.attend`, with the output in q's dtype, and a causal mask or none."""
+    call = _find(FORWARD, q, k, v, scores, mask)
+    out, lse = _bind(call, {0: q, 1: k, 2: v})[:2]
+    return out, lse.swapaxes(1, 2)
+
+
+def gradients(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    scores: Scores,
+    mask: Mask,
+) -> tuple[Array, Array, Array]:
+    """Like `plain.gradients`, with a causal mask or none."""
+    call = _find(BACKWARD, q, k, v, scores, mask)
+    given = {0: q, 1: k, 2: v, _LSE: lse.swapaxes(1, 2)}
+    given |= {_OUT: out.astype(q.dtype), _DOUT: dout.astype(q.dtype)}
+    dq, dk, dv = _bind(call, given)[:3]
+    return dq, dk, dv
+
+
+def _find(name: str, q: Array, k: Array, v: Array, scores: Scores, mask: Mask) -> Any:
+    """The equation of a primitive in the jaxpr of JAX's public function."""
+    assert mask.query_segments is None and mask.query_positions is None
+
+    def both(q: Array, k: Array, v: Array) -> Any:
+        out, pull = jax.vjp(lambda q, k, v: whole(q, k, v, scores, mask, None), q, k, v)
+        return pull(out)
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
+    for equation in equations(jax.make_jaxpr(both)(*shapes).jaxpr):
+        if equation.primitive.name == name:
+            return equation
+    raise CfpError(
+        f"A ring cannot use cuDNN with jax {jax.__version__}: the primitive {name} of "
+        'jax 0.10.2 to 0.12 is missing. Use implementation="chunked".'
+    )
+
+
+def _bind(equation: Any, given: dict[int, Array]) -> Any:
+    """Runs an equation's primitive; operands that are not given must be empty."""
+    operands = []
+    for place, variable in enumerate(equation.invars):
+        if place in given:
+            operands.append(given[place])
+        else:
+            assert variable.aval.size == 0, "an operand that is not used is empty"
+            operands.append(jnp.zeros(variable.aval.shape, variable.aval.dtype))
+    return equation.primitive.bind(*operands, **equation.params)

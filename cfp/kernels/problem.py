@@ -1,0 +1,437 @@
+"""Attention problem (shapes, mask, scale, soft cap) and strategy (roles of mesh axes).
+
+Shapes use: batch, query (queries), key (keys), heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod, sqrt
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from cfp.errors import CfpError
+
+if TYPE_CHECKING:
+    from cfp.kernels.library import Kernel
+
+# Position of keys that only fill up a block; no real key has it.
+BEYOND = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Formula from products qk to scores: softcap * tanh(scale * qk / softcap).
+
+    Attributes:
+      scale: factor of the products of queries and keys.
+      softcap: bound of a score, or None: scale * qk. Bias and mask come after it.
+    """
+
+    scale: float
+    softcap: float | None = None
+
+
+def _static() -> Any:
+    return field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mask:
+    """Mask: a query sees a key if all of these conditions hold.
+
+    Attributes:
+      causal: True if key position <= query position.
+      left: key position >= query position - left; None has no bound.
+      right: key position <= query position + right; None has no bound.
+      keys: key position < keys, others are padding; None has no padding.
+      query_positions: [query] int32, rising; 0, 1, 2... if None.
+      key_positions: [key] int32, rising; 0, 1, 2... if None.
+      query_segments: [batch, query] int32, or None: a query sees keys of its own
+        segment only.
+      key_segments: [batch, key] int32, or None like `query_segments`.
+      key_lengths: [batch] int32: number of keys of each sequence, for cuDNN; other
+        kernels take segments.
+    """
+
+    causal: bool = _static()
+    left: int | None = _static()
+    right: int | None = _static()
+    keys: int | None = _static()
+    query_positions: Array | None = None
+    key_positions: Array | None = None
+    query_segments: Array | None = None
+    key_segments: Array | None = None
+    key_lengths: Array | None = None
+
+    @property
+    def by_position(self) -> bool:
+        """True if a condition depends on positions."""
+        bounds = (self.left, self.right, self.keys)
+        return self.causal or any(bound is not None for bound in bounds)
+
+    def lengths(self, batch: int) -> Array | None:
+        """Number of keys of each sequence, [batch] int32; None without padding."""
+        if self.key_lengths is not None:
+            return self.key_lengths
+        return None if self.keys is None else jnp.full(batch, self.keys, jnp.int32)
+
+    def without_positions(self) -> Mask:
+        """The mask without its conditions on positions; segments stay."""
+        return replace(
+            self,
+            causal=False,
+            left=None,
+            right=None,
+            keys=None,
+            query_positions=None,
+            key_positions=None,
+        )
+
+
+NO_MASK = Mask(causal=False, left=None, right=None, keys=None)
+
+
+def positions_of(given: Array | None, count: int) -> Array:
+    """The given positions, by default 0, 1, 2..., as [count] int32."""
+    return jnp.arange(count, dtype=jnp.int32) if given is None else given
+
+
+def visible(mask: Mask, queries: int, keys: int) -> Array | None:
+    """True for visible keys, [1 or batch, 1, query, key]; None if all are visible."""
+    allowed = None
+    if mask.by_position:
+        query = positions_of(mask.query_positions, queries)[:, None]
+        key = positions_of(mask.key_positions, keys)[None, :]
+        for one in bounds(mask, query, key):
+            allowed = one if allowed is None else allowed & one
+        assert allowed is not None, "a mask by position has a bound"
+        allowed = jnp.broadcast_to(allowed, (queries, keys))[None, None]
+    if mask.query_segments is not None and mask.key_segments is not None:
+        same = mask.query_segments[:, :, None] == mask.key_segments[:, None, :]
+        allowed = same[:, None] if allowed is None else allowed & same[:, None]
+    return allowed
+
+
+def may_meet(mask: Mask, query: Array, key: Array) -> Array:
+    """False ([] bool) if no query of a block can see a key, by their positions.
+
+    The test uses the ranges of positions, so it may be True for an invisible block.
+    """
+    first, last = jnp.min(query), jnp.max(query)
+    lowest, highest = jnp.min(key), jnp.max(key)
+    meets = jnp.asarray(True)
+    if mask.causal:
+        meets &= lowest <= last
+    if mask.left is not None:
+        meets &= first - highest <= mask.left
+    if mask.right is not None:
+        meets &= lowest - last <= mask.right
+    if mask.keys is not None:
+        meets &= lowest < mask.keys
+    return meets
+
+
+def bounds(mask: Mask, query: Any, key: Any) -> list[Any]:
+    """Conditions on positions as boolean arrays; `query` and `key` broadcast."""
+    found = []
+    if mask.causal:
+        found.append(key <= query)
+    if mask.left is not None:
+        found.append(key >= query - mask.left)
+    if mask.right is not None:
+        found.append(key <= query + mask.right)
+    if mask.keys is not None:
+        found.append(key < mask.keys)
+    return found
+
+
+Window = int | tuple[int | None, int | None] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionProblem:
+    """Sizes and options of one attention, on all devices or on one.
+
+    Attributes:
+      heads: number of query heads, a multiple of kv_heads.
+      kv_heads: number of key and value heads.
+      causal: True hides keys after the query.
+      left: number of visible positions before the query; None has no bound.
+      right: number of visible positions after the query; None has no bound.
+      segments: True if tokens have segment ids or keys have lengths.
+      hides_keys: True if `segments` only hides padding keys.
+      bias: True if there is a bias, or a mask [query, key].
+      rounds_bias: True if a cast of the bias to `dtype` would round it.
+      rounds_output: True if the step keeps the output in a wider dtype.
+      scale: factor of the products of queries and keys.
+      softcap: bound of a score, or None.
+      padded_keys: True if a strategy pads keys that need a mask.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+    segments: bool = False
+    hides_keys: bool = False
+    bias: bool = False
+    rounds_bias: bool = False
+    rounds_output: bool = False
+    scale: float
+    softcap: float | None = None
+    padded_keys: bool = False
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(scale=self.scale, softcap=self.softcap)
+
+    @property
+    def window(self) -> bool:
+        return self.left is not None or self.right is not None
+
+    def mask(self) -> Mask:
+        """The mask of whole sequences in natural order, without segments."""
+        return replace(NO_MASK, causal=self.causal, left=self.left, right=self.right)
+
+
+def problem_of(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool,
+    scale: float | None,
+    window: Window = None,
+    segment_ids: Any = None,
+    key_lengths: Any = None,
+    bias: Any = None,
+    softcap: float | None = None,
+) -> AttentionProblem:
+    """Describes a call of `cfp.attention`; arrays may be ShapeDtypeStructs.
+
+    Raises:
+      CfpError: shapes or dtypes do not fit together.
+    """
+    shapes = tuple(tuple(x.shape) for x in (q, k, v))
+    fits = (
+        all(len(shape) == 4 and min(shape) > 0 for shape in shapes)
+        and shapes[1] == shapes[2]
+        and shapes[0][0] == shapes[1][0]
+        and shapes[0][3] == shapes[1][3]
+        and shapes[0][2] % shapes[1][2] == 0
+    )
+    if not fits or not q.dtype == k.dtype == v.dtype:
+        raise CfpError(
+            "Queries, keys and values do not fit together: "
+            f"{', '.join(f'{x.dtype}{list(x.shape)}' for x in (q, k, v))}. Pass q "
+            "[batch, queries, heads, head_dim], k and v [batch, keys, kv_heads, "
+            "head_dim], of one dtype, heads a multiple of kv_heads."
+        )
+    batch, queries, heads, head_dim = shapes[0]
+    keys, kv_heads = shapes[1][1:3]
+    left, right = window if isinstance(window, tuple) else (window, window)
+    if causal:
+        right = None  # The causal mask hides these keys.
+    query_ids, key_ids = segments_of(segment_ids)
+    for ids, tokens in ((query_ids, queries), (key_ids, keys)):
+        if ids is not None and tuple(ids.shape) != (batch, tokens):
+            raise CfpError(
+                f"Segment ids of shape {list(ids.shape)} do not fit their tokens. Pass "
+                f"[batch, tokens] = [{batch}, {tokens}], or "
+                "segment_ids=(ids_of_queries, ids_of_keys)."
+            )
+    if bias is not None and not _broadcasts(bias.shape, (batch, heads, queries, keys)):
+        raise CfpError(
+            f"The bias of shape {list(bias.shape)} does not fit the scores. Pass "
+            f"one of shape [1 or {batch}, 1 or {heads}, {queries}, {keys}], such as "
+            "bias[None, None]."
+        )
+    return AttentionProblem(
+        batch=batch,
+        queries=queries,
+        keys=keys,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=str(q.dtype),
+        causal=causal,
+        left=left,
+        right=right,
+        segments=query_ids is not None or key_lengths is not None,
+        hides_keys=key_lengths is not None,
+        bias=bias is not None,
+        rounds_bias=bias is not None and bias.dtype not in (q.dtype, jnp.bool_),
+        scale=1 / sqrt(head_dim) if scale is None else float(scale),
+        softcap=None if softcap is None else float(softcap),
+    )
+
+
+def finite_bias(bias: Array, dtype: Any) -> Array:
+    """Casts a bias; values below half the dtype's minimum are raised to that half."""
+    least = float(jnp.finfo(dtype).min) / 2
+    return jnp.maximum(bias, jnp.asarray(least, bias.dtype)).astype(dtype)
+
+
+def segments_of(segment_ids: Any) -> tuple[Any, Any]:
+    """Returns (ids of queries, ids of keys) from one array, a pair or None."""
+    if isinstance(segment_ids, tuple):
+        query_ids, key_ids = segment_ids
+        return query_ids, key_ids
+    return segment_ids, segment_ids
+
+
+def _broadcasts(shape: tuple[int, ...], scores: tuple[int, ...]) -> bool:
+    return (
+        len(shape) == 4
+        and shape[0] in (1, scores[0])
+        and shape[1] in (1, scores[1])
+        and tuple(shape[2:]) == scores[2:]
+    )
+
+
+BATCH, HEADS = "batch", "heads"
+ULYSSES, ALL_GATHER = "ulysses", "all_gather"
+RING, ZIGZAG = "ring", "zigzag"
+
+ROLES = (BATCH, HEADS, ULYSSES, ALL_GATHER, RING, ZIGZAG)  # docs/attention.md
+_SPREAD = (ALL_GATHER, RING, ZIGZAG)
+
+Given = str | Mapping[str, str] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionStrategy:
+    """Roles of mesh axes in an attention; axes without a role hold copies.
+
+    Attributes:
+      roles: (axis, role) pairs, in the mesh's order.
+      sizes: (axis, number of devices) for all axes of the mesh.
+    """
+
+    roles: tuple[tuple[str, str], ...]
+    sizes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, given: Given, sizes: Mapping[str, int]) -> AttentionStrategy:
+        """Makes a strategy from {axis: role}, or from a role if the mesh has one axis.
+
+        Raises:
+          CfpError: an axis or a role does not exist.
+        """
+        if isinstance(given, str):
+            given = dict.fromkeys(sizes, given) if len(sizes) == 1 else {"": given}
+        given = given or {}
+        unknown = [a for a in given if a not in sizes]
+        if unknown or not set(given.values()) <= set(ROLES):
+            wrong = {axis or "?": role for axis, role in given.items()}
+            raise CfpError(
+                f"There is no strategy {wrong} of an attention. Give axes of the mesh "
+                f"({', '.join(sizes)}) a role ({', '.join(ROLES)})."
+            )
+        roles = tuple((axis, given[axis]) for axis in sizes if axis in given)
+        return cls(roles=roles, sizes=tuple(sizes.items()))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{axis}: {role}" for axis, role in self.roles) or "none"
+
+    def axes(self, *roles: str) -> tuple[str, ...]:
+        return tuple(axis for axis, role in self.roles if role in roles)
+
+    def parts(self, *roles: str) -> int:
+        """Number of devices along all axes with these roles."""
+        sizes = dict(self.sizes)
+        return prod(sizes[axis] for axis in self.axes(*roles))
+
+    @property
+    def spread(self) -> str | None:
+        """The axis along which keys are gathered or rotate in a ring, or None."""
+        axes = self.axes(*_SPREAD)
+        return axes[0] if axes else None
+
+    @property
+    def zigzag(self) -> bool:
+        return bool(self.axes(ZIGZAG))
+
+    @property
+    def ring_ranks(self) -> int:
+        """Number of devices of the ring or gathering; 1 without."""
+        return self.parts(*_SPREAD)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Axes that shard the tokens of arguments: first the ring's, then Ulysses'."""
+        return self.axes(*_SPREAD) + self.axes(ULYSSES)
+
+    @property
+    def token_multiple(self) -> int:
+        """Number that must divide the number of tokens."""
+        return self.parts(*_SPREAD, ULYSSES) * (2 if self.zigzag else 1)
+
+    def filled(self, tokens: int) -> int:
+        """A number of tokens, rounded up to a multiple of `token_multiple`."""
+        return -(-tokens // self.token_multiple) * self.token_multiple
+
+    def spec(self) -> PartitionSpec:
+        """The sharding of q, k, v and the output: [batch, tokens, heads, head_dim]."""
+        return PartitionSpec(
+            self.axes(BATCH) or None, self.token_axes or None, self.axes(HEADS) or None
+        )
+
+    def segment_specs(self) -> tuple[PartitionSpec, PartitionSpec]:
+        """Shardings of the segment ids of queries and of keys, [batch, tokens]."""
+        batch = self.axes(BATCH) or None
+        return PartitionSpec(batch, self.axes(*_SPREAD) or None), PartitionSpec(batch)
+
+    def bias_spec(self, shape: tuple[int, ...]) -> PartitionSpec:
+        """Sharding of a bias [batch, heads, queries, keys], by batch and heads."""
+        heads = self.axes(HEADS) + self.axes(ULYSSES)
+        return PartitionSpec(
+            (self.axes(BATCH) or None) if shape[0] > 1 else None,
+            (heads or None) if shape[1] > 1 else None,
+        )
+
+    def refusal(self, problem: AttentionProblem, kernel: Kernel) -> str | None:
+        """Reason why the strategy cannot compute a problem by a kernel, or None."""
+        for roles, name in ((_SPREAD, "ring or gathering"), ((ULYSSES,), "Ulysses")):
+            if len(self.axes(*roles)) > 1:
+                return f"there is one axis for {name}, not {len(self.axes(*roles))}"
+        if problem.batch % self.parts(BATCH):
+            return (
+                f"{problem.batch} sequences do not divide into {self.parts(BATCH)} "
+                "parts"
+            )
+        if self.token_axes and problem.causal and problem.queries != problem.keys:
+            return "a causal mask over sharded tokens needs as many queries as keys"
+        if self.spread is None:
+            return None
+        if problem.bias:
+            return (
+                "a bias or dense mask has a column for each key, so keys cannot be "
+                "sharded"
+            )
+        return self._refused_by(kernel, problem)
+
+    def _refused_by(self, kernel: Kernel, problem: AttentionProblem) -> str | None:
+        if kernel.any_positions:
+            return None
+        for unable, what in (
+            (problem.window, "a window"),
+            (problem.segments, "packed segments"),
+            (problem.padded_keys, "padded keys"),
+        ):
+            if unable:
+                return f"{kernel.name} cannot compute blocks of keys with {what}"
+        return None

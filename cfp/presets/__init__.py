@@ -1,1 +1,0 @@
-"""Presets: classic strategies; and roles of arguments and mesh axes."""

@@ -66,7 +66,6 @@ from cfp.program.step import FlatStep
 from cfp.program.trace import Alarm, Lowering, exported, lower_step, read_lowering
 from cfp.program.widen import widened
 
-
 # Size of all executables together; the least recently used go first. Guess.
 _MOST_BYTES = 4 * 2**30
 _SUFFIX = ".executable"

@@ -72,7 +72,7 @@ _Move = tuple[str, tuple[str, ...], int]  # A collective's kind, axes and bytes.
 def plan_segments(
     analysis: Analysis, choice: Choice, problem: Problem | None
 ) -> tuple[PlanSegment, ...]:
-    """Returns the choice for each segment, with its time (None if unknown)."""
+    """Describes each segment's choice; without `problem`, no segment has a time."""
     frame = analysis.frame
     readers = group_readers(frame)
 
@@ -105,7 +105,7 @@ def plan_segments(
 def plan_rows(
     analysis: Analysis, choice: Choice, rates: Rates | None = None
 ) -> tuple[PlanRow, ...]:
-    """Returns a row for each block: its strategy, and the collectives that follow.
+    """Returns a row for each block: its strategy, and the collectives of its ops.
 
     Args:
         rates: rates of the devices; None leaves out times of collectives.
@@ -157,10 +157,10 @@ def _move_figures(
 
 
 def uneven_arguments(layout: Layout) -> tuple[str, ...]:
-    """Lists arguments that stay whole because of their size: ``x (7 over x=4)``.
+    """Lists arguments replicated since axes do not divide a dim: ``x (7 over x=4)``.
 
-    Ops that read these arguments are sharded along axes that do not divide a dim. XLA
-    may pad values inside of a program, but not its arguments.
+    Ops that read these arguments are sharded along these axes, or could be. XLA may pad
+    values inside of a program, but not its arguments.
     """
     program, sizes = layout.frame.program, layout.frame.mesh
     found = []
@@ -180,7 +180,7 @@ def uneven_arguments(layout: Layout) -> tuple[str, ...]:
 
 
 def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
-    """Lists batch arguments whose first dim blocks could shard, but no axis divides."""
+    """Describes shardable batch arguments, not `named`, that no axis divides."""
     frame = layout.frame
     program, sizes = frame.program, frame.mesh
     over = mesh_text(sizes)
@@ -207,10 +207,10 @@ def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
 
 
 def undonated_arguments(layout: Layout) -> dict[int, int]:
-    """Maps state that is not donated, and so twice in memory, to bytes on a device.
+    """Maps positions of undonated state arguments to their bytes on each device.
 
-    Keys are argument positions. State is an argument that the step returns, updated or
-    unchanged.
+    State is an argument that the step returns, updated or unchanged. Without donation,
+    it is twice in memory.
     """
     frame = layout.frame
     program = frame.program
@@ -225,14 +225,15 @@ def undonated_arguments(layout: Layout) -> dict[int, int]:
 def describe_uncounted(program: Program) -> tuple[str, ...]:
     """Lists loops of unknown length, and branches: ``case at model.py:12``.
 
-    Predictions count one iteration of such a loop, and all branches.
+    Both are left out without products or other long work. Predictions count one
+    iteration, and all branches.
     """
     found = (*uncounted_loops(program), *long_branches(program))
     return tuple(dict.fromkeys(map(_site, found)))
 
 
 def constraint_sites(program: Program, constraints: Constraints) -> tuple[Site, ...]:
-    """Counts constrained values by source line, type and sharding."""
+    """Counts constrained values and operands by source line, type and sharding."""
     placed = [
         (program.values[value].producer, value, spec)
         for value, spec in constraints.values.items()
@@ -258,11 +259,11 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
     """Lists ops that every device runs in full: ``while at model.py:12 (26%)``.
 
     These are loops without sharding, ops without a sharding rule, ops that XLA does not
-    partition, and unsharded custom_partitioning ops. Ops below one percent of all bytes
-    and of all FLOPs are left out. A mesh of one device has no such ops.
+    partition, and unsharded custom_partitioning ops. The share is of the bytes of all
+    ops' results. Ops below 1 % of these and of all FLOPs are left out.
 
     Args:
-        rates: rates of the devices for the estimated cost, or None.
+        rates: rates of the devices; with these, the texts have the ms lost.
     """
     if not layout.frame.mesh:
         return ()
@@ -308,7 +309,7 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
 
 
 def _is_whole_op(layout: Layout, op: Op) -> bool:
-    """True if an op is unsharded, and other code or a kernel could shard it."""
+    """True if XLA cannot shard an op, or the plan leaves a shardable kernel whole."""
     if op.rule is None:
         return not (passes(op) or op.shardings)
     if op.rule.held and op.rule.is_whole:  # XLA does not partition it.
@@ -351,8 +352,8 @@ def sharded_kernels(layout: Layout) -> tuple[str, ...]:
 def _lost_ms(layout: Layout, op: Op, inside: Sequence[Op], rates: Rates) -> float:
     """Estimates the ms lost because every device runs an op in full.
 
-    Lost is the time beyond an equal part, and the gathering of operands. For foreign
-    code without FLOPs only memory traffic counts.
+    Lost is the time beyond one device's equal part, and the time to gather operands. If
+    the FLOPs of an op without a sharding rule are unknown, only its bytes count.
 
     Args:
         inside: the op itself, or the ops of a loop's body.
@@ -382,12 +383,12 @@ def _lost_ms(layout: Layout, op: Op, inside: Sequence[Op], rates: Rates) -> floa
 
 
 def _bytes(program: Program, op: Op, values: Iterable[int]) -> int:
-    """Returns the bytes of values of an op, times the op's runs in one step."""
+    """Returns the unsharded bytes of `values`, times the op's runs in one step."""
     return op.repeat * sum(program.values[v].size_bytes for v in values)
 
 
 def _is_whole(layout: Layout, loop: Op) -> bool:
-    """True if neither a loop's body nor its carried values are sharded."""
+    """True if no value of a loop is sharded, in its body or carried."""
     program = layout.frame.program
     for op in (loop, *(program.ops[i] for i in loop.body)):
         specs = [layout.spec(v) for v in op.results]
@@ -398,7 +399,7 @@ def _is_whole(layout: Layout, loop: Op) -> bool:
 
 
 def _site(op: Op) -> str:
-    """Describes an op: ``while at model.py:12``, or ``sort in argsort`` of JAX."""
+    """Describes an op: ``while at model.py:12``; ``sort in argsort`` without a line."""
     call, kind, refusal = call_of(op.attributes), op.kind, ""
     if call is not None:
         kind = f"custom_partitioning {call.label}"
@@ -425,13 +426,13 @@ def _segment_ms(
 
 
 def op_text(program: Program, op: Op) -> str:
-    """Writes an op with shapes: ``dot_general f32[8,16] x f32[16,4] -> f32[8,4]``."""
+    """Writes an op, two operands and a result: ``dot f32[8,4] x f32[4] -> f32[8]``."""
     operands = " x ".join(str(program.values[v]) for v in op.operands[:2])
     return f"{op.kind} {operands} -> {program.values[op.results[0]]}"
 
 
 def axis_roles(frame: Frame, op: Op, strategy: Strategy) -> tuple[AxisRole, ...]:
-    """Returns the role of each mesh axis that shards an anchor (a block's main op)."""
+    """Returns a role for each mesh axis that shards an anchor (a block's main op)."""
     rule = op.rule
     assert rule is not None
     roles, weight = [], frame.blocks[frame.block_of[op.id]].weight
@@ -483,8 +484,8 @@ def block_moves(
     """Lists the collectives of a layout as Shardy places them; XLA may merge some.
 
     Yields:
-        (block, kind, axes, bytes, times): bytes of the tensor of a whole group of
-        devices, and runs in one step, which are several in a loop.
+        (block's index, kind, axes, bytes, times). The bytes are of the whole tensor of
+        a group of devices; `times` is the runs in one step, several in a loop.
     """
     frame = analysis.frame
     program = frame.program
@@ -519,7 +520,7 @@ def block_moves(
 
 
 def _op_moves(layout: Layout, op: Op, done: set[tuple]) -> Iterator[_Move]:
-    """Lists collectives of an op that reshard its operands or reduce its results.
+    """Lists an op's collectives: they reshard its operands or reduce its results.
 
     Args:
         done: resharded (value, sharding) pairs, which count once; extended here.
@@ -566,7 +567,7 @@ def compose_plan(
     outcome: RaceOutcome,
     tuned: BuildEnvironment | None = None,
 ) -> Plan:
-    """Composes the plan of a race's winner.
+    """Composes the plan of a race's winner, which must exist.
 
     Args:
         mesh: the devices, real or described.
@@ -630,7 +631,7 @@ def compose_plan(
 
 
 def _explicit_axes(mesh: Mesh | DescribedMesh) -> dict[str, str]:
-    """Notes the Explicit axes of the caller's mesh, which `mesh_here` makes again."""
+    """Returns {"explicit_axes": "x,y"} for `mesh_here`; {} without Explicit axes."""
     if isinstance(mesh, DescribedMesh):
         return {}
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)

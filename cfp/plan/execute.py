@@ -112,7 +112,7 @@ def other_devices(
 
 
 def _facts(devices: Sequence[Any] | DescribedMesh) -> Mapping[str, str]:
-    """Returns device facts that must equal those in a plan's environment."""
+    """Returns {name: text} of devices' TPU slice, kind, platform and number."""
     if isinstance(devices, DescribedMesh):
         return devices.environment
     return {
@@ -174,7 +174,7 @@ def made(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Runs `init_fn`; its result has the shardings of the argument of its structure.
+    """Runs `init_fn` under jit; its result gets shardings of the equal argument.
 
     Raises:
         PlanMismatch: the result has the structure and types of no argument.
@@ -199,7 +199,7 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
 
     Args:
         batch: a pytree of arrays, as :meth:`cfp.Plan.place` takes it.
-        argument: the argument's name; by default the first with the batch's structure.
+        argument: the argument's name; see :meth:`cfp.Plan.place`.
 
     Raises:
         PlanMismatch: no argument has this structure, or an array has another size.
@@ -241,7 +241,7 @@ def _same_types(
 
 
 def _part(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of a process's part of an array, for its own devices."""
+    """Returns the shape of the part of an array on this process's devices."""
     pieces = sharding.addressable_devices_indices_map(shape).values()
     ranges = [
         {piece[dim].indices(size)[:2] for piece in pieces if piece is not None}
@@ -251,7 +251,7 @@ def _part(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _placed(arguments: Arguments, i: int, leaf: Any) -> jax.Array:
-    """Makes one array of the batch, from all of it or this process's part."""
+    """Places a batch's leaf: a whole array, or this process's part in NumPy."""
     dtype, shape = arguments.types[i].partition("[")[0], shape_of(arguments.types[i])
     sharding = arguments.sharding(i, len(shape))
     if isinstance(leaf, jax.Array):
@@ -281,7 +281,7 @@ def _other_size(arguments: Arguments, i: int, leaf: Any) -> PlanMismatch:
 
 @dataclass(frozen=True, slots=True)
 class Executables:
-    """Executables for the devices of one process, in a folder that `put` makes."""
+    """Store of compiled programs as files in `folder`, which `put` makes."""
 
     folder: Path
 
@@ -309,7 +309,7 @@ class Executables:
         return hashlib.sha256(text + repr(rest).encode()).hexdigest()
 
     def get(self, key: str, mesh: Mesh) -> jax.stages.Compiled | None:
-        """Loads the executable of a key on the devices; None if there is no file."""
+        """Loads a key's executable on the mesh; None if absent, damaged or foreign."""
         path = self._path(key)
         if not _is_own(path):
             return None
@@ -330,7 +330,7 @@ class Executables:
         return compiled
 
     def put(self, key: str, compiled: jax.stages.Compiled) -> None:
-        """Stores an executable; does nothing if it cannot be serialized or written."""
+        """Stores an executable, unless it exists or cannot be serialized or written."""
         if _is_own(self._path(key)):
             return
         try:
@@ -353,7 +353,7 @@ class Executables:
         return self.folder / f"{key}{_SUFFIX}"
 
     def _make_room(self) -> None:
-        """Removes the least recently used files while all together are too large."""
+        """Removes least recently used files beyond the limit; the newest stays."""
         found = [(p.stat(), p) for p in self.folder.glob(f"*{_SUFFIX}")]
         total = sum(stat.st_size for stat, _ in found)
         for stat, path in sorted(found, key=lambda pair: pair[0].st_mtime)[:-1]:
@@ -407,7 +407,7 @@ class ReusableExecutable:
         constraints: Constraints,
         options: Mapping[str, str],
     ) -> bool:
-        """True if the executable is the step's, with these shardings and options."""
+        """True if the executable's program, shardings and options equal these."""
         job, types = self.job, self.types
         return (
             self.content == program.content
@@ -421,7 +421,7 @@ class ReusableExecutable:
 
 
 def start_devices(devices: Sequence[Any]) -> list[Future[jax.Array]]:
-    """Puts an array on each of this process's devices, all at once, in threads.
+    """Starts threads that put an array on each of this process's devices.
 
     The first array makes JAX reserve a GPU's memory, 1.3 s on an H100. Without threads
     JAX would do this for one device after another.
@@ -445,7 +445,7 @@ class CompiledStep:
         perturbed: lowers the step with operands and results of narrow ops moved by half
             of their last bit; None without narrow ops.
         double: True if a wide step computes in float64 throughout.
-        alarm: exceptions of host callbacks; None if the step has no callbacks.
+        alarm: keeps exceptions of host callbacks; None if the step has no callbacks.
         raced: True if a race of this process compiled the step.
     """
 
@@ -488,7 +488,7 @@ class CompiledStep:
         return self.run(self.dispatch.look(self.step.flatten(args, kwargs)))
 
     def run(self, look: Look) -> Any:
-        """Runs the step on the argument leaves of `Dispatch.look`."""
+        """Runs the step on argument leaves; `look` is a result of `Dispatch.look`."""
         placed = self.dispatch.place(look)
         is_checked = checks_numbers()
         try:
@@ -525,7 +525,7 @@ def export_planned(
     constraints: Constraints,
     planned: tuple[Outline | None, Mapping[str, str]] = (None, {}),
 ) -> bytes:
-    """Serialises a step under a plan by `jax.export`; see `load_or_lower`.
+    """Serialises a step under a plan by `jax.export`; arguments as `load_or_lower`.
 
     Raises:
         PlanMismatch: the step's program differs from the planned one, or has host
@@ -551,7 +551,7 @@ class LoweredStep:
     """A step, lowered under a plan, with its executable if there is one.
 
     Attributes:
-        compiled: executable of a race or of an earlier process, or None.
+        compiled: executable of a race, an earlier process or `unwidened`; or None.
         keep: stores the executable for later processes. None for several processes, for
             ``wide=True``, and with host callbacks.
     """
@@ -739,7 +739,7 @@ def _constrain(
 
 
 def _executables(mesh: Mesh, environment: BuildEnvironment) -> Executables | None:
-    """Returns a mesh's folder of executables; None for several processes."""
+    """Returns the stored executables; None without a folder, or for many processes."""
     alone = all(d.process_index == jax.process_index() for d in mesh.devices.flat)
     if environment.executables_dir is None or not alone or jax.process_count() > 1:
         return None

@@ -55,7 +55,7 @@ _Plan = TypeVar("_Plan")
 
 @dataclass(frozen=True, slots=True)
 class ReadAs:
-    """Annotation of a field that files store as `kind`, from which `make` makes it."""
+    """Annotation for pydantic: a file stores the type `kind`, which `make` converts."""
 
     kind: Any
     make: Callable[[Any], Any] = lambda value: value
@@ -63,18 +63,18 @@ class ReadAs:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> Any:
-        """Returns pydantic's schema of the stored type."""
+        """Returns a schema that checks for `kind`, then calls `make`."""
         return handler.generate_schema(Annotated[self.kind, AfterValidator(self.make)])
 
 
 def _mesh(info: ValidationInfo) -> dict[str, int]:
-    """Returns sizes of the mesh's axes, which the check of `mesh_axes` stores."""
+    """Returns {axis: size} of the mesh, which the check of `mesh_axes` fills."""
     assert info.context is not None
     return info.context
 
 
 def _count(info: ValidationInfo, name: str) -> int:
-    """Counts the items of an earlier field."""
+    """Counts the items of a plan's field that is already checked; 0 if it is wrong."""
     return len(info.data.get(name, ()))
 
 
@@ -263,7 +263,7 @@ def _are_once(groups: tuple[_Constrained, ...]) -> tuple[_Constrained, ...]:
 
 
 class _Inside(_Part):
-    """Constraints by sharding: plans name few shardings and many values."""
+    """Constraints as files store them: values and uses are listed by sharding."""
 
     shardings: Annotated[tuple[_Constrained, ...], AfterValidator(_are_once)]
     rematerialized: tuple[_Recomputed, ...]
@@ -308,11 +308,7 @@ def constraints_to_json(constraints: Constraints) -> dict[str, Any]:
 
 
 def file_text(plan: Any, here: Collection[str]) -> str:
-    """Returns a plan as JSON text for :func:`read_plan`.
-
-    Args:
-        here: fields that files do not have.
-    """
+    """Returns a plan as JSON text for :func:`read_plan`, without the fields `here`."""
     names = [one.name for one in fields(plan) if one.name not in here]
     data = {"format": FORMAT} | {name: getattr(plan, name) for name in names}
     # Unknown numbers are infinite, which JSON cannot store.
@@ -343,7 +339,7 @@ def read_plan(
 
     Args:
         kind: the class of plans.
-        here: fields that files do not have.
+        here: names of fields that `data` lacks.
         allowed_options: compiler options to accept beside those known as harmless.
 
     Raises:

@@ -101,7 +101,8 @@ class LeftFigures:
     Attributes:
         kind: kind of kernels, such as "attention".
         source: source line of the parts.
-        reason: why no kernel, or not `kernel`, computes these parts.
+        reason: why `kernel` does not compute these parts.
+        count: number of the parts.
         kernel: the kernel that cannot compute them; "" for all kernels.
     """
 
@@ -316,7 +317,7 @@ class PlanSegment:
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """Key: segments with equal keys may be shown as one."""
+        """Key of kind, storage, rematerialization and kernels, to group segments."""
         return self.kind, self.shown_storage, self.rematerialized, self.kernels
 
 
@@ -328,7 +329,7 @@ def _most(parameters: Sequence[StoredParameter]) -> Storage | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveFigure:
-    """Collectives of one kind over the same axes that follow a block.
+    """Collectives of one kind over the same axes, of a block's ops.
 
     Attributes:
         kind: HLO name: ``all-reduce``, ``all-gather``, ...
@@ -357,9 +358,9 @@ class PlanRow:
         op: kind and shapes of the block's anchor.
         strategy: role of each mesh axis that shards the anchor.
         source: ``file:line`` of the anchor, or "".
-        moves: the collectives that follow, most bytes first.
+        moves: the collectives of the block's ops, most bytes first.
         repeats: number of runs of the anchor in one step, above one in a loop.
-        updates: True for a block of the optimizer's update without products.
+        updates: True for a block of the optimizer's update that no product reads.
     """
 
     block: Count
@@ -423,7 +424,7 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
 
 
 def _may_be_renamed(names: Sequence[str], others: Sequence[str]) -> bool:
-    """True if paths are equal but for names of arguments in the same order."""
+    """True if paths differ in names of arguments only, and not in their order."""
     first, second = by_argument(names), by_argument(others)
     order = [*second]
     moved = any(n in order and order.index(n) != i for i, n in enumerate(first))
@@ -431,7 +432,7 @@ def _may_be_renamed(names: Sequence[str], others: Sequence[str]) -> bool:
 
 
 def by_argument(names: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
-    """Maps each argument to (path inside it, position) of its leaves."""
+    """Maps each argument's name to (path in it, position among all) of its leaves."""
     found: dict[str, list[tuple[str, int]]] = {}
     for place, name in enumerate(names):
         root, _, rest = name.partition("/")
@@ -578,13 +579,13 @@ def _paths(tree: Any) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Values of one source line, type and sharding, as a plan constrains them.
+    """Values or operands of one source line, type and sharding that a plan constrains.
 
     Attributes:
         source: ``file:line``, or "".
         type: the values' type: ``float32[8,16]``.
         spec: for each dim, the mesh axes that shard it.
-        count: number of the values.
+        count: number of the values and operands.
     """
 
     source: Words

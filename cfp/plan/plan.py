@@ -68,9 +68,9 @@ class Plan:
         constraints: shardings of values inside the step, by value and op numbers.
         donated: for each argument leaf, True if the step may overwrite it.
         in_host: (argument leaf, result leaf) of state in host memory between steps.
-        precision: "fp8" if large products are computed in FP8.
+        precision: "fp8" if large products are computed in FP8, else "".
         products: for FP8, counts of 16-bit products by outcome, then by parameter.
-        static: positions and keywords of the arguments that are no arrays.
+        static: positions and keywords of arguments that are no arrays; None: unknown.
         winner: name of the chosen candidate, such as "planned".
         predicted_ms, predicted_bytes: step time, and memory on each device, or None.
         measured_ms: step time measured on the whole program, or None.
@@ -161,7 +161,7 @@ class Plan:
         return replace(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
-        """A copy with the same step, devices and executables."""
+        """Copies all fields deeply, except for step, devices and executables."""
         rest = [one.name for one in fields(self) if one.name not in _HERE]
         copied = {name: deepcopy(getattr(self, name), memo) for name in rest}
         return replace(self, **copied)
@@ -176,7 +176,7 @@ class Plan:
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:
-        """NamedShardings of the arguments: a tuple of pytrees, one for each argument.
+        """NamedShardings of positional arguments: a tuple with a pytree for each.
 
         Raises:
             PlanMismatch: the plan was loaded, and :meth:`bind` was not called.
@@ -207,7 +207,7 @@ class Plan:
         donate_argnames: str | Sequence[str] = (),
         **kwargs: Any,
     ) -> Plan:
-        """Returns a loaded plan with a step, traced with its arguments.
+        """Returns the plan bound to a step, which is traced with these arguments.
 
         Static and donated arguments are by default the plan's. :meth:`apply` of the
         same function does not trace again, unless state is weakly typed. Meanwhile JAX
@@ -266,7 +266,7 @@ class Plan:
         return replace(self, **dict.fromkeys(_HERE))
 
     def bound_to(self, step: FlatStep, out_tree: Any) -> Plan:
-        """Returns a new plan with its step, and JAX's types of the arguments."""
+        """Returns the plan with a step, and the facts that are read from the step."""
         types = tuple(type_text(aval) for aval in step.avals)
         static = tuple(key for key, _ in step.static)
         step = step.with_donated(self.donated)
@@ -300,9 +300,9 @@ class Plan:
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that runs the step under this plan.
 
-        The first call compiles or loads the step, without a mesh on the first devices.
-        Under another configuration of JAX, the step is traced again. Calls raise
-        PlanMismatch if the step's program or arguments differ from the plan's.
+        The first call compiles or loads the step, on the first devices if the plan has
+        no mesh. Under another configuration of JAX, the step is traced again. Calls
+        raise PlanMismatch if the step's program or arguments differ from the plan's.
 
         Args:
             fn: the planned step.
@@ -325,7 +325,7 @@ class Plan:
         return step
 
     def _takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """True if a call has the arguments of the bound step."""
+        """True if a call has the bound step's arguments; else may raise as `bind`."""
         step = self._bound()
         if not kwargs.keys().isdisjoint(BINDS):
             return False  # `bind` takes these names for its own arguments.
@@ -334,6 +334,8 @@ class Plan:
 
     def compile(self, fn: Callable[..., Any], *args: Any, **kw: Any) -> CompiledStep:
         """Compiles the step for arguments (arrays or ``jax.ShapeDtypeStruct`` s).
+
+        Takes the same arguments as :meth:`bind`.
 
         Raises:
             PlanMismatch: the step or its arguments differ from the plan's.
@@ -398,8 +400,8 @@ class Plan:
         Args:
             batch: an argument of the step, as a pytree of NumPy arrays. With several
                 processes, each passes the part for its own devices.
-            argument: the argument's name; by default the first argument with the
-                batch's structure.
+            argument: the argument's name; by default the first with the batch's
+                structure, preferably also its shapes.
 
         Raises:
             PlanMismatch: the batch fits no argument, or has other sizes.
@@ -443,8 +445,8 @@ class Plan:
         arguments, and returns those of the results: see docs/reading-plans.md.
 
         Raises:
-            PlanMismatch: the plan is not bound to a step, or the step has host
-                callbacks.
+            PlanMismatch: the plan is not bound to a step, the step's program differs
+                from the plan's, or it has host callbacks.
         """
         data = export_planned(
             self._bound(),
@@ -529,7 +531,6 @@ _HERE = ("mesh", "step", "out_tree", "traced_under", "raced", "tuned")
 
 
 def _write(path: str | Path, data: bytes) -> None:
-    """Writes a file, and makes its folder if it is missing."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(data)
 

@@ -48,7 +48,7 @@ _MOST_NAMED = 4  # Leaves in a message.
 def check_names(
     fn: Callable[..., Any], option: str, names: str | Sequence[str]
 ) -> None:
-    """Raises StepNotTraceable if `names` has no argument of the step, if known."""
+    """Raises StepNotTraceable for a name that the signature of `fn`, if any, lacks."""
     parameters = _parameters(fn)
     if parameters is None:
         return
@@ -66,13 +66,10 @@ def check_keywords(
     options: Sequence[str],
     function: str = "cfp.plan",
 ) -> None:
-    """Checks that the step has all keyword arguments of a call.
+    """Raises OptionError if the step `fn` cannot take a keyword of `kwargs`.
 
     Args:
-        kwargs: keyword arguments without those in `options`, the ones of `function`.
-
-    Raises:
-        OptionError: a keyword is unknown.
+        options: keywords of `function` itself, which the message may suggest.
     """
     parameters = _parameters(fn)
     if parameters is None or _takes_any(parameters):
@@ -90,7 +87,11 @@ def check_positions(
     option: str,
     numbers: int | Sequence[int],
 ) -> None:
-    """Raises StepNotTraceable if a call has no argument at one of the positions."""
+    """Raises StepNotTraceable if a call has no argument at one of `numbers`.
+
+    `passed` has the call's arguments by position or keyword. For static_argnums, any
+    position in `parameters` is valid.
+    """
     count = sum(isinstance(key, int) for key in passed)
     known = {*passed}
     if option == "static_argnums":  # Arguments with defaults may be left out.
@@ -131,9 +132,10 @@ def chosen(
     numbers: int | Sequence[int],
     names: str | Sequence[str],
 ) -> set[int | str]:
-    """Returns positions and names of the chosen arguments, each in both forms.
+    """Returns positions and names of arguments, chosen by `numbers` or by `names`.
 
-    Negative positions count from the end of `count` positional arguments.
+    An argument in `parameters` is returned in both forms. Negative positions count from
+    the end of `count` positional arguments.
     """
     positions = {i + count if i < 0 else i for i in sequence(numbers, int)}
     words = set(sequence(names, str))
@@ -193,7 +195,7 @@ def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | Non
 def changed(
     before: Mapping[str, Any], passed: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """Returns {path: array} of modules' leaves that are others than before."""
+    """Returns {path: array} of `leaves_of_modules` that are not those of `before`."""
     now = dict(leaves_of_modules(passed))
     return {
         path: now[path]
@@ -203,7 +205,7 @@ def changed(
 
 
 def leaves_of_modules(passed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields (path, leaf) of mutable modules among a call's named arguments."""
+    """Yields (path, leaf) of mutable modules (custom pytree nodes) in arguments."""
     for name, arg in passed.items():
         nodes, _ = tree_flatten_with_path(arg, is_leaf=_may_change)
         for start, node in nodes:
@@ -214,7 +216,7 @@ def leaves_of_modules(passed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _may_change(node: Any) -> bool:
-    """True for a module that is no frozen dataclass."""
+    """True for a custom pytree node (module) that is no frozen dataclass."""
     if not is_module(node):
         return False
     parameters = getattr(type(node), "__dataclass_params__", None)
@@ -267,7 +269,7 @@ def _makers(jaxpr: Jaxpr) -> dict[Any, JaxprEqn]:
 
 
 def _origin(var: Any, makers: Mapping[Any, JaxprEqn]) -> Any:
-    """Returns the variable that inner calls, such as jax.jit, pass on as `var`."""
+    """Follows `var` back through inner jaxprs that return an input unchanged."""
     while isinstance(var, Var) and (eqn := makers.get(var)) is not None:
         inner = eqn.params.get("jaxpr")
         inner = getattr(inner, "jaxpr", inner)
@@ -303,7 +305,6 @@ def arrays_around(fn: Callable[..., Any], traced: bool) -> list[str]:
 
 
 def _held(fn: Any) -> Iterator[tuple[str, Any]]:
-    """Yields (path, array) in the variables around a function."""
     while isinstance(fn, partial):
         fn = fn.func
     owner = getattr(fn, "__self__", None)
@@ -352,7 +353,7 @@ MOST_ELEMENTS = 1 << 16
 
 
 def may_be_given(leaf: Any) -> bool:
-    """True for a scalar or a mask, whose value measurements may use."""
+    """True for a concrete scalar or small bool array: measurements use its value."""
     if isinstance(leaf, jax.ShapeDtypeStruct | Tracer):
         return False
     dtype = getattr(leaf, "dtype", None)
@@ -365,7 +366,7 @@ def may_be_given(leaf: Any) -> bool:
 
 
 def given_bytes(leaf: Any, dtype: Any) -> bytes:
-    """Returns the bytes of an argument's value in `dtype`; b"" if unreadable."""
+    """Returns an argument's value in `dtype` as bytes; b"" if deleted, remote, None."""
     if leaf is None:
         return b""
     if isinstance(leaf, jax.Array):
@@ -382,7 +383,7 @@ _NUMBERS = (bool, int, float, complex)
 
 @register_static
 class Fixed(NamedTuple):
-    """A value that is part of a pytree's structure; `kind` tells True from 1."""
+    """A leaf made part of its pytree's structure; `kind`, a type, tells True from 1."""
 
     value: Any
     kind: type
@@ -402,7 +403,7 @@ def fixed(tree: Any) -> Any:
 
 
 def released(tree: Any, instead: Callable[[Any], Any] | None = None) -> Any:
-    """Undoes :func:`fixed`; `instead` maps the fixed leaves, if given."""
+    """Undoes :func:`fixed`; `instead`, if given, maps each fixed value to a leaf."""
     if not has_fixed(tree):
         return tree
     change = instead or (lambda value: value)

@@ -51,7 +51,7 @@ class Constraints:
 
     Attributes:
         values: {value id: sharding at its maker}.
-        uses: {(op id, index in `Op.reads`): sharding of that use, if another}.
+        uses: {(op id, index in `Op.reads`): sharding of the value for that reader}.
         rematerialized: ops that the backward pass computes again.
         replaced: ops that kernels replace.
     """
@@ -63,7 +63,7 @@ class Constraints:
 
 
 def partition_spec(spec: Spec, rank: int | None = None) -> PartitionSpec:
-    """Converts a spec to JAX's; `rank` cuts off further dims, such as random keys'."""
+    """Converts a spec to JAX's; drops dims beyond `rank`, such as those of key data."""
     dims = spec if rank is None else spec[:rank]
     parts = [
         None if not names else names[0] if len(names) == 1 else names for names in dims
@@ -146,7 +146,7 @@ class Inserter:
             owner.operands[index] = self._resharded[key]
 
     def _slot(self, op_id: int, index: int) -> tuple[ir.Operation, int, int]:
-        """Returns the op, operand index and value id of a use, or of a yield."""
+        """Returns (op, operand index, value id) of a use; the op may be a return."""
         record = self._program.ops[op_id]
         count = len(record.operands)
         if index < count:
@@ -181,8 +181,8 @@ class Inserter:
 def _mesh_symbol(module: ir.Module, program: Program, mesh: Mesh | AbstractMesh) -> str:
     """Returns the name of the module's mesh with these axes; adds it if missing.
 
-    Axes of one device do not count, since Shardy may leave them out. The module's only
-    mesh gets these axes if no region is sharded by hand.
+    Axes of one device do not count, since Shardy may leave them out. A module with one
+    other mesh is changed to these axes, if no region is sharded by hand.
     """
     axes = ", ".join(f'"{name}"={size}' for name, size in mesh.shape.items())
     meshes = [o.operation for o in module.body if o.operation.name == "sdy.mesh"]
@@ -205,12 +205,12 @@ def _mesh_symbol(module: ir.Module, program: Program, mesh: Mesh | AbstractMesh)
 def rematerializable(
     program: Program, ops: Iterable[int], turn: int, within: Set[int] | None = None
 ) -> Rematerialization | None:
-    """Returns the part of some top-level ops that can be rematerialized, or None.
+    """Returns what to rematerialize of some ops; None if their backward ops read none.
 
-    Cheap ops from elsewhere that make its operands are rematerialized, too.
+    Cheap ops from elsewhere that make operands of these are rematerialized, too.
 
     Args:
-        ops: ids of the ops, such as those of a segment (a run of blocks).
+        ops: ids of top-level ops, such as those of a segment (a run of blocks).
         turn: id of the backward pass's first op.
         within: ids of ops that may be rematerialized from elsewhere; None for all.
     """
@@ -322,7 +322,7 @@ class _Rematerializer:
         return found
 
     def _is_cloned(self, value: ir.Value) -> bool:
-        """True for a result of a forward op, and for a constrained argument."""
+        """True for a result of an op to rematerialize, and a constrained argument."""
         owner = maker = owner_of(value)
         while maker is not None and maker.name == _CONSTRAINT:
             maker = owner_of(maker.operands[0])
@@ -339,7 +339,7 @@ class _Rematerializer:
         return sorted(filter(None, owners), key=lambda op: self.place[op])
 
     def _signals(self, made: set[ir.Value]) -> dict[ir.Value, None]:
-        """Returns gradients that readers need; clones wait until these exist."""
+        """Returns, as keys, gradients that readers need; clones wait for these."""
         turn = max(self.place[op] for op in self.number)
         end = self.place[self.readers[0]]
         return {
@@ -397,7 +397,7 @@ def makeable(
 def _ops_from(
     program: Program, v: int, known: Set[int], within: Set[int] | None
 ) -> set[int] | None:
-    """Returns ids of cheap ops that compute `v` from `known` values, or None."""
+    """Returns ids of cheap ops that make `v` of `known` and arguments, or None."""
     found: set[int] = set()
     stack = [v]
     while stack:
@@ -492,7 +492,7 @@ def propagate(
         mesh: (axis, size) pairs.
         arguments: sharding of each argument.
         outputs: sharding of each result; None leaves it to propagation.
-        values: {id of a value inside: its constraint}.
+        values: {id of an intermediate value: its constraint}.
     """
     axes = tuple(name for name, _ in mesh)
     given = *arguments, *outputs, *values.values()
@@ -515,7 +515,7 @@ def _propagated(
     given: tuple[Any, ...],
     constrained: tuple[int, ...],
 ) -> tuple[Mapping[int, Spec], bool]:
-    """Runs `propagate` on all given shardings in a row; True if it splits an axis."""
+    """Returns propagated shardings by value id; True if propagation splits an axis."""
     of_results = len(program.args) + len(program.outputs)
     known = dict(zip(program.args, given, strict=False))
     values = dict(zip(constrained, given[of_results:], strict=True))

@@ -36,9 +36,9 @@ from cfp.program.step import FlatStep, abstract
 class Apart:
     """Copies arguments that share memory which a step may overwrite.
 
-    Reading an array's buffers waits for its computation. So it reads only buffers of
-    arrays with shards of equal type and shape, one of them donated, and one of them
-    unknown from the step's latest call.
+    Reading an array's buffers waits for its computation. So only some arrays' buffers
+    are read: arrays with shards of equal type and shape, if one of them is donated, and
+    one unknown from the step's latest call.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Apart:
         shardings: Sequence[Sharding],
         donated: Sequence[bool],
     ) -> None:
-        """Takes the type and sharding of each argument leaf; True if it is donated."""
+        """Takes for each argument leaf its type, its sharding, and if it is donated."""
         self._donated = tuple(donated)
         alike: dict[Any, list[int]] = defaultdict(list)
         for i, (aval, sharding) in enumerate(zip(avals, shardings, strict=True)):
@@ -60,7 +60,7 @@ class Apart:
         }
 
     def separate(self, leaves: list[jax.Array], unknown: Iterable[int]) -> list[int]:
-        """Replaces leaves that share donated memory by copies, in place.
+        """Replaces items of `leaves` that share donated memory by copies.
 
         Args:
             unknown: indices of leaves that may share memory with any leaf; no two of
@@ -82,7 +82,7 @@ class Apart:
 
 
 def _piece(aval: jax.ShapeDtypeStruct, sharding: Sharding) -> Any:
-    """Returns (shape, dtype) of an array's shards; random keys count as numbers."""
+    """Returns (shape, dtype) of an array's shards; for random keys, of their data."""
     shape, dtype = tuple(sharding.shard_shape(tuple(aval.shape))), aval.dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
@@ -124,8 +124,8 @@ class _Memory(NamedTuple):
         expected: for each argument leaf the array that needs no examination.
         kept: for each argument leaf the passed array, if it was not overwritten.
         results: results of the step.
-        order: for each argument leaf the index of `expected` in ``kept + results``.
-        foreign: indices of examined argument leaves that were no results.
+        order: for each argument leaf the index in ``kept + results`` of `expected`.
+        foreign: indices of argument leaves that were new, not donated, and no results.
     """
 
     expected: Sequence[_Expected]
@@ -136,7 +136,7 @@ class _Memory(NamedTuple):
 
 
 class Look(NamedTuple):
-    """The argument leaves of a call; `new` has indices of unexpected leaves."""
+    """A call's argument leaves; `new` has indices of those not known from the last."""
 
     leaves: Sequence[Any]
     new: Sequence[int]
@@ -148,9 +148,9 @@ class Placed(NamedTuple):
 
     Attributes:
         leaves: passed arrays, or copies.
-        changed: indices of leaves that were unexpected, or copied.
+        changed: indices of leaves that were unknown from the last call, or copied.
         kept: indices in `changed` of passed arrays that the step does not overwrite.
-        memory: state of the other leaves.
+        memory: references of the last call, for `remember` to update.
     """
 
     leaves: Sequence[jax.Array]
@@ -160,7 +160,7 @@ class Placed(NamedTuple):
 
 
 class Dispatch:
-    """Checks the arguments of a compiled step's calls, and moves them in place."""
+    """Checks arguments of a compiled step's calls, and moves them to its shardings."""
 
     def __init__(self, step: FlatStep, shardings: Sequence[NamedSharding]) -> None:
         self._step = step
@@ -183,18 +183,18 @@ class Dispatch:
         return Apart(self._step.avals, self._shardings, self._step.donated)
 
     def look(self, leaves: Sequence[Any]) -> Look:
-        """Finds the leaves that are not the expected arrays."""
+        """Finds the leaves that are neither results nor arguments of the last call."""
         memory = self._memory
         there = map(call, memory.expected)
         return Look(leaves, [*compress(self._all, map(is_not, there, leaves))], memory)
 
     def has_leaves(self, look: Look) -> bool:
-        """True if no leaf is a container, which a call's pytree may have there."""
+        """True if no new leaf is a pytree of several leaves."""
         leaves = look.leaves
         return all(treedef_is_leaf(tree_structure(leaves[i])) for i in look.new)
 
     def has_types(self, look: Look) -> bool:
-        """True if the leaves have the types that the step was compiled for."""
+        """True if the new leaves have the types that the step was compiled for."""
         for i in look.new:
             leaf = look.leaves[i]
             looks = (
@@ -275,9 +275,9 @@ class Dispatch:
         )
 
     def _looked_up(self, look: Look, there: set[int]) -> tuple[_Memory, Sequence[int]]:
-        """Finds arguments that are last results; returns others that may share memory.
+        """Returns updated memory, and indices of new leaves that may share memory.
 
-        The returned state expects the same results in the next call.
+        Arguments that are results of the last call are expected as such in the next.
         """
         _, new, memory = look
         results = memory.results

@@ -161,11 +161,11 @@ class Op:
         return self.operands + self.yields
 
     def entered(self, place: int) -> tuple[int, ...]:
-        """Returns arguments of a loop's condition and body that an operand enters."""
+        """Returns ids of a loop's condition's and body's arguments for an operand."""
         return self.entries[place :: len(self.operands)]
 
     def yielded(self, place: int) -> tuple[int, ...]:
-        """Returns the values that the regions return for a result, one per region."""
+        """Returns ids that a loop's body, or a branch's cases, return for a result."""
         return self.yields[place :: len(self.results)]
 
     def integers(self, name: str) -> tuple[int, ...]:
@@ -193,7 +193,8 @@ class Rewritten:
     Attributes:
         erased_constraints: removed sharding constraints of the user.
         wide_sums: scatters whose 16-bit sums became float32.
-        products: {outcome: {path of a parameter: 16-bit products}} of FP8.
+        products: {`fp8.TAKEN`, or a reason against FP8: {path of a parameter: number
+            of its 16-bit products}}.
     """
 
     erased_constraints: int = 0
@@ -215,8 +216,8 @@ class Program:
         content: sha256 over all functions and constants, the key of compiled programs.
         name: name of the module, from the user's function.
         rewritten: counts of cfp's changes to the step as JAX lowered it.
-        given: for each argument the bytes of its example, if it is a predicate or a
-            scalar; empty bytes for others. () without examples.
+        given: for each argument the bytes of its example, if it is a scalar or a small
+            mask; empty bytes for others. () without examples.
         arg_avals, output_avals: JAX's types of arguments and results, with the types of
             random keys and weak types.
         arg_memory, output_memory: kind of host memory of each, or "".
@@ -266,9 +267,9 @@ class Program:
         return tuple(tuple(u) for u in found)
 
     def entered(self, value: int) -> list[tuple[int, int]]:
-        """Returns (value that enters, body's argument) for loops around an argument.
+        """Returns ids (initial value, argument) of each loop that an argument enters.
 
-        The outermost loop comes first; [] for other values.
+        The outermost loop comes first; [] for values that are no loop's argument.
         """
         found = []
         while (origin := self.values[value].origin) >= 0:
@@ -313,7 +314,7 @@ class Program:
         return self.values[value].producer in self.leaf_ops
 
     def decides(self, value: int) -> bool:
-        """True if a scalar value reaches a loop or a branch's index through scalars."""
+        """True if a loop, or a branch's index, depends on a scalar through scalars."""
 
         def further(v: int) -> list[int]:
             users = () if self.shape(v) else self.users[v]
@@ -328,32 +329,32 @@ class Program:
         )
 
     def is_top_level(self, op: int) -> bool:
-        """True if an op is in no loop or branch; opened loops do not count."""
+        """True if an op is in no loop or branch; loops in `opened` do not count."""
         parent = self.ops[op].parent
         return parent < 0 or parent in self.opened
 
     def top_level(self, op: int) -> int:
-        """Id of the outermost unopened loop or branch around an op, or else its own."""
+        """Id of the op itself if at top level, else of the loop or branch around it."""
         while not self.is_top_level(op):
             op = self.ops[op].parent
         return op
 
     def in_uncounted(self, op: int) -> bool:
-        """True if an op is in an uncounted loop, at any depth."""
+        """True if a loop around an op has an unknown number of iterations."""
         outer = self.ops[op].parent
         return outer >= 0 and (self.ops[outer].uncounted or self.in_uncounted(outer))
 
     def turns(self, op: int) -> int:
-        """Returns how many times opened loops run an op in one step."""
+        """Returns how often `top_level` of an op runs in one step."""
         return self.ops[self.top_level(op)].repeat
 
     @cached_property
     def opened_entries(self) -> frozenset[int]:
-        """Value ids of the arguments of opened loops' bodies."""
+        """Value ids of the region arguments of loops in `opened`."""
         return frozenset(v for loop in self.opened for v in self.ops[loop].entries)
 
     def uses(self, value: int) -> list[tuple[int, int]]:
-        """Returns `users` of a value, with users inside of opened loops."""
+        """Returns `users` of a value, but for a loop in `opened` the users inside."""
         found: list[tuple[int, int]] = []
         for user, index in self.users[value]:
             op = self.ops[user]
@@ -365,7 +366,7 @@ class Program:
         return found
 
     def with_bodies(self, ops: Iterable[int]) -> set[int]:
-        """Returns top-level ops with all ops in their regions."""
+        """Returns ids of ops, and of all ops in their regions."""
         return {i for op in ops for i in (op, *self.ops[op].body)}
 
 
@@ -383,7 +384,7 @@ _Searched = TypeVar("_Searched", bound=Any)
 def searched_once(
     find: Callable[Concatenate[_Searched, _Of], _Found],
 ) -> Callable[Concatenate[_Searched, _Of], _Found]:
-    """Decorator: caches results by arguments in the first one's `looked_for`.
+    """Decorator: caches results by arguments in the first argument's `looked_for`.
 
     Arguments are hashable and given by position.
     """
@@ -434,7 +435,7 @@ _SCORES = ("cudnn_fmha_backend_config", "intermediate_tensor_shape", "dimensions
 
 
 def op_flops(program: Program, op: Op) -> int:
-    """Counts the floating-point operations of a contraction in one step, all runs."""
+    """Counts FLOPs of all runs of a contraction in one step, on all devices."""
     if op.manual is not None or PARTITIONED.search(op.attributes):
         return call_flops(op) * op.repeat
     rule = op.known_rule
@@ -512,7 +513,7 @@ def _inner_flops(program: Program, record: Op, op: ir.Operation) -> int:
 
 
 def path_matches(path: str, pattern: str) -> bool:
-    """True if a pattern or glob equals a path or an end of it, NNX's /value aside."""
+    """True if a glob matches a path or its last parts; a final /value is optional."""
     parts = path.split("/")
     ends = ["/".join(parts[start:]) for start in range(len(parts))]
     ends += [end.removesuffix("/value") for end in ends]

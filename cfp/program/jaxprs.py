@@ -242,7 +242,7 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def with_inner(eqn: JaxprEqn, change: ChangeProgram) -> JaxprEqn:
-    """Changes the jaxprs inside of an equation; returns it itself if none changes."""
+    """Applies `change` to jaxprs in an equation; returns `eqn` if none changes."""
     params = {name: _changed(eqn.params[name], change) for name in sorted(eqn.params)}
     if all(params[name] is eqn.params[name] for name in params):
         return eqn
@@ -250,7 +250,7 @@ def with_inner(eqn: JaxprEqn, change: ChangeProgram) -> JaxprEqn:
 
 
 def closed_with(closed: ClosedJaxpr, change: ChangeProgram) -> ClosedJaxpr:
-    """Changes the jaxpr of a closed jaxpr; returns it itself if nothing changes."""
+    """Applies `change` to `closed.jaxpr`; returns `closed` if nothing changes."""
     found = change(closed.jaxpr)
     return closed if found is closed.jaxpr else closed.replace(jaxpr=found)
 
@@ -258,7 +258,7 @@ def closed_with(closed: ClosedJaxpr, change: ChangeProgram) -> ClosedJaxpr:
 def with_equations(
     closed: ClosedJaxpr, change: Callable[[JaxprEqn], JaxprEqn]
 ) -> ClosedJaxpr:
-    """Changes equations, outer before inner; returns `closed` if none changes.
+    """Applies `change` to equations, outer first; returns `closed` if none changes.
 
     Equations inside of a changed equation are left alone.
     """
@@ -361,7 +361,7 @@ def _deferred(eqn: JaxprEqn) -> JaxprEqn:
 
 @dataclass(frozen=True, eq=False)
 class _Op:
-    """The function that an op of JAX computes, with the op's parameters hidden."""
+    """A callable that binds an equation's primitive; hides its parameters from JAX."""
 
     eqn: JaxprEqn
 

@@ -38,7 +38,7 @@ def memory_kind(leaf: Any) -> str:
 def result_memory_kinds(jaxpr: Jaxpr, argument_kinds: Sequence[str]) -> tuple[str, ...]:
     """Returns for each result the kind of its host memory, "" for device memory.
 
-    Types of results have it, with two exceptions: arguments that are returned
+    JAX's types have the kind, with two exceptions: arguments that are returned
     unchanged, and out_shardings of an inner jax.jit.
     """
     kinds = {
@@ -153,7 +153,7 @@ def in_memory(shardings: Sequence[_S], kinds: Sequence[str]) -> tuple[_S, ...]:
 def placed_avals(
     avals: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Adds the shardings that tracing depends on: host memory, or explicit axes."""
+    """Adds a sharding to a type if it is in host memory or has explicit axes."""
     return tuple(
         jax.ShapeDtypeStruct(
             aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding

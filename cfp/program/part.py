@@ -43,8 +43,8 @@ class Part:
     Attributes:
         ops: ids of top-level ops, in program order, constants included.
         inputs: ids of values that the ops read and do not make.
-        outputs: ids of values that other ops of the program read.
-        instead: (operand's id, id of the value that replaces it) pairs.
+        outputs: ids of values that other ops read, or that the program returns.
+        instead: (id of an operand, id of the value to read in its place) pairs.
     """
 
     ops: tuple[int, ...]
@@ -72,7 +72,7 @@ class Numbered:
     ops: Mapping[int, int]
 
     def translated(self, constraints: Constraints) -> Constraints:
-        """Returns the constraints on this part, in its ids."""
+        """Returns the constraints that concern the part, with the part's ids."""
         return Constraints(
             {
                 self.values[v]: spec
@@ -335,7 +335,7 @@ def aval(program: Program, value: int) -> jax.ShapeDtypeStruct:
 
 
 def signature(program: Program, part: Part) -> Signature:
-    """Returns types of a part's inputs and outputs; JAX's own for a whole program."""
+    """Returns types of a part; keys and weak types only for a whole program."""
     if part.is_whole(program) and program.arg_avals:
         memory = (program.arg_memory, program.output_memory)
         return Signature(program.arg_avals, program.output_avals, memory)
@@ -348,7 +348,7 @@ def signature(program: Program, part: Part) -> Signature:
 def shardings(
     mesh: Mesh, specs: Sequence[Spec], avals: Sequence[Any]
 ) -> tuple[NamedSharding, ...]:
-    """Converts specs to shardings; a random key's has one dim more than its type."""
+    """Converts specs to shardings; drops a random key's last dim, of its data."""
     return tuple(
         NamedSharding(mesh, partition_spec(spec, len(one.shape)))
         for spec, one in zip(specs, avals, strict=True)
@@ -413,7 +413,7 @@ COMPARE: Mapping[str, Callable[..., Any]] = {
 
 
 class NotConstant(Exception):
-    """The value depends on an argument, an unsupported op, or is too large."""
+    """Raised if a value depends on an argument or unsupported op, or is too large."""
 
 
 class Constants:
@@ -525,7 +525,7 @@ class Constants:
 
 
 def _divided(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Divides integers, rounding towards zero as XLA does."""
+    """Divides integers, rounding towards zero as XLA; raises NotConstant for x / 0."""
     if not y.all():
         raise NotConstant("a division by zero")
     quotient = np.floor_divide(x, y)

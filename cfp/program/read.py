@@ -55,7 +55,7 @@ def _is_counter_type(kind: ir.Type) -> bool:
 
 
 def _content(module: ir.Module) -> str:
-    """Returns a digest of a module, without locations, and arguments' attributes."""
+    """Returns a digest of a module without locations and attributes of arguments."""
     digest = hashlib.sha256()
     copy = shardy.copied(module, shardy.WITHOUT_LOCATIONS)
     for function in shardy.functions(copy.operation):
@@ -66,7 +66,7 @@ def _content(module: ir.Module) -> str:
 
 
 def shaping_constants(function: ir.Operation) -> set[ir.Operation]:
-    """Returns the constants whose values are structure.
+    """Returns the constants whose values a program's `fingerprint` includes.
 
     These are small integers that reach a loop's condition, or the indices at which an
     op reads or writes.
@@ -87,7 +87,7 @@ def shaping_constants(function: ir.Operation) -> set[ir.Operation]:
 
 
 def _made_of(value: ir.Value) -> Iterator[ir.Value]:
-    """Yields a value's inputs; for a loop, initial and previous values."""
+    """Yields values that make a value; for a loop's, the initial and the next one."""
     owner = value.owner
     if isinstance(owner, ir.Block):
         loop = owner.owner.operation
@@ -246,7 +246,7 @@ class _Reader:
         return f"function={self._digests[name]}, {_attributes(op, index)}"
 
     def _manual(self, op: ir.Operation) -> Manual | None:
-        """Reads one device's program of a region that the user sharded by hand."""
+        """Reads one device's program of a manual computation; None for other ops."""
         if op.name != "sdy.manual_computation":
             return None
         program = _Reader(self._functions, self._meshes).program(op)
@@ -319,7 +319,7 @@ _NAMED_SOURCE = frozenset(
 
 
 def _source(location: ir.Location) -> str:
-    """Returns ``path:line`` of the innermost call in the user's files, or ""."""
+    """Returns ``path:line`` of the innermost call, the user's if any; "" if none."""
     frames = _SOURCE.findall(str(location))
     calls = [
         (path, line)
@@ -356,11 +356,11 @@ def _text(
     names: dict[ir.Value, str],
     kept: Set[ir.Operation] | None,
 ) -> str:
-    """Returns the text of an op's computation.
+    """Returns an op's attributes and regions as text.
 
     Args:
         names: names of values in the op's regions; filled here.
-        kept: constants whose values count; None for all.
+        kept: constants whose values the text includes; None for all.
     """
     if op.name == "stablehlo.constant":
         return "" if kept is not None and op not in kept else _constant(op, index)
@@ -437,7 +437,7 @@ class Outline:
             raise ValueError(f"an operation's kind is not one of {len(self.kinds)}")
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Returns `ops` as numbers; raises ValueError if the text is damaged."""
+        """Returns `ops` as (kind's index, digest); ValueError if it is damaged."""
         texts = (op.partition(".") for op in self.ops.split())
         return [(int(kind), int(reads, 16)) for kind, _, reads in texts]
 
@@ -464,7 +464,7 @@ def _described(program: Program) -> Iterator[tuple[str, int]]:
 
 
 def _origin(program: Program, op: Op, value: int, places: Mapping[int, int]) -> Any:
-    """Returns a key of an operand's maker, relative to the operation that reads it."""
+    """Returns (ids back to the maker, index of its result), or ("argument", index)."""
     if (maker := program.maker(value)) is not None:
         return op.id - maker.id, value - maker.results[0]
     return "argument", places.get(value, -1)
@@ -478,7 +478,7 @@ def _op_text(program: Program, op: Op) -> str:
 
 
 def first_difference(program: Program, planned: Outline) -> str:
-    """Describes the first operation of a program that differs from the planned one."""
+    """Describes the first operation that differs from the plan's, or says none does."""
     now, before_ops = [*_described(program)], planned.pairs()
 
     def place(i: int) -> str:

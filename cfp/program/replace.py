@@ -87,7 +87,7 @@ class Sites(Generic[_Site]):
         return [one for op, one in found if program.top_level(op) in inside]
 
     def reason(self, op: int) -> str:
-        """Returns why an op's value is not replaceable."""
+        """Returns why an op is in `left_alone`; "there is none" if it is not there."""
         reasons = {one.op: one.reason for one in self.left_alone}
         return reasons.get(op, "there is none")
 
@@ -122,7 +122,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Uses that one function reads, and ids of values that it makes."""
+    """Operands (op id, index) that one function reads, and ids of values it makes."""
 
     reads: tuple[Use, ...]
     makes: tuple[int, ...]
@@ -162,7 +162,7 @@ class Replacement:
 
 
 def is_in_order(program: Program, stage: Stage) -> bool:
-    """True if all reads of a stage come before its first result, in one body."""
+    """True if a stage's ops are in one region, its reads made before its results."""
     makers = [program.values[v].producer for v in stage.makes]
     if not makers or min(makers) < 0:
         return False
@@ -244,7 +244,7 @@ class Replacer:
 
 
 def _is_behind(op: ir.Operation, other: ir.Operation) -> bool:
-    """True if two ops are in one block, the other one first."""
+    """True if `op` comes after `other` in the same block."""
     one, first = op.operation, other.operation
     return one.block == first.block and first.is_before_in_block(one)
 
@@ -335,17 +335,18 @@ def rewrite_scatters(module: ir.Module) -> int:
 
 
 def add_up_in_float32(op: ir.Operation, tables: Collection[tuple[int, ...]]) -> bool:
-    """Rewrites a scatter, in place, if it may sum many 16-bit rows into one row.
+    """Makes a scatter's sum float32 if it may add many 16-bit rows to one row of zeros.
 
-    It does if there are many more updates than rows in the result, or if the result has
-    an argument's shape: in a table's gradient, tokens repeat. Other sums stay: tokens
-    that are put back in order rarely meet, and devices would send twice as much.
+    Rows may be many if there are many more updates than rows in the result, or if the
+    result has an argument's shape: in a table's gradient, tokens repeat. Other scatters
+    stay: tokens that are put back in order rarely meet, and devices would send twice as
+    much.
 
     Args:
         tables: shapes of the program's arguments.
 
     Returns:
-        True if it was rewritten.
+        True if `op` was rewritten.
     """
     if str(op.results[0].type.element_type) not in _NARROW:
         return False
@@ -370,10 +371,9 @@ def add_up_in_float32(op: ir.Operation, tables: Collection[tuple[int, ...]]) -> 
 
 
 def select_words(op: ir.Operation) -> bool:
-    """Rewrites a scatter, in place, if it writes one word of each token into zeros.
+    """Replaces a scatter that sets one entry of each row of zeros by a select.
 
-    Returns:
-        True if it was rewritten.
+    Returns False for other scatters, which stay.
     """
     if not _picks_words(op):
         return False
@@ -393,7 +393,7 @@ def select_words(op: ir.Operation) -> bool:
 
 
 def _many_meet(op: ir.Operation) -> bool:
-    """True if a scatter has many more updates than places."""
+    """True if a scatter has over `_MANY` updates for each row of its result."""
     updates = op.operands[2].type.shape
     window = prod(updates[dim] for dim in _dims(op).update_window_dims)
     places = prod(op.results[0].type.shape) / max(1, window)
@@ -401,7 +401,7 @@ def _many_meet(op: ir.Operation) -> bool:
 
 
 def _picks_words(op: ir.Operation) -> bool:
-    """True if a scatter writes one word (last dim) of each token (other dims)."""
+    """True if a scatter adds one number to each row (the last dim) of zeros."""
     if len(op.results[0].type.shape) < 2 or not _adds_to_zeros(op):
         return False
     _, places, updates = op.operands

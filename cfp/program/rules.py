@@ -74,7 +74,7 @@ class Rule:
         return self.fixed - self.gathered
 
     def whole_along(self, factors: frozenset[int]) -> Rule:
-        """Returns the rule with more factors gathered, and the op held."""
+        """Returns a held rule with `factors` fixed; unsummed ones are gathered, too."""
         return replace(
             self,
             fixed=self.fixed | factors,
@@ -225,7 +225,7 @@ def _numbers(release: str) -> tuple[int, ...]:
 def correct_rule(
     rule: Rule, op: ir.Operation, shapes: Sequence[tuple[int, ...]]
 ) -> Rule | None:
-    """Returns Shardy's rule with corrections; None if no dim can be sharded.
+    """Returns Shardy's rule with corrections; None for calls without shared factors.
 
     Args:
         shapes: shapes of the operands, then of the results.
@@ -264,7 +264,7 @@ def _unpadded(rule: Rule) -> Rule:
 
 
 def _call_rule(rule: Rule) -> Rule | None:
-    """Fixes a custom call's unsummed factors of one tensor; None if all are fixed."""
+    """Makes a call's unsummed factors of one tensor `fixed`; None if all are such."""
     tensors = (*rule.operands, *rule.results)
     seen = [{f for dim in dims for f in dim} for dims in tensors]
     alone = {f for f in range(len(rule.sizes)) if sum(f in s for s in seen) < 2}
@@ -275,9 +275,9 @@ def _call_rule(rule: Rule) -> Rule | None:
 
 
 def _transform_rule(rule: Rule) -> Rule:
-    """Fixes all factors of a Fourier transform, before jaxlib 0.12.
+    """Makes a Fourier transform `held`; before jaxlib 0.12, all factors are `fixed`.
 
-    There XLA gathers even dims that are not transformed (seen in 0.10.2 and 0.11.2).
+    XLA then gathers even dims that are not transformed (seen in 0.10.2 and 0.11.2).
     """
     rule = replace(_unpadded(rule), held=True)
     if _numbers(version("jaxlib")) >= _TRANSFORMS_SHARDED:
@@ -287,20 +287,20 @@ def _transform_rule(rule: Rule) -> Rule:
 
 
 def _update_rule(rule: Rule, whole: tuple[int, ...], piece: tuple[int, ...]) -> Rule:
-    """Gathers dims that an update writes in part: XLA loses writes outside."""
+    """Makes dims that an update writes in part `gathered`: XLA would lose writes."""
     dims = zip(rule.operands[0], whole, piece, strict=True)
     part = frozenset(f for dim, size, written in dims if written < size for f in dim)
     return rule.whole_along(part) if part else rule
 
 
 def _product_rule(rule: Rule) -> Rule:
-    """Holds products that sum over several dims, such as a weight's gradient."""
+    """Makes products that sum over several dims (a weight's gradient) `held`."""
     summed = sum(rule.sizes[factor] > 1 for factor in rule.reduction)
     return replace(rule, held=True) if summed > 1 else rule
 
 
 def _reduce_rule(rule: Rule, op: ir.Operation) -> Rule:
-    """Gathers the reduced factors if no all-reduce computes the reduction's op."""
+    """Makes reduced factors `fixed` if no all-reduce computes a one-array reduction."""
     *ops, _ = (inner.operation.name for inner in op.regions[0].blocks[0].operations)
     is_logic = str(ir.ShapedType(op.operands[0].type).element_type) == "i1"
     sums = _SUMS | _LOGIC if is_logic else _SUMS
@@ -309,7 +309,7 @@ def _reduce_rule(rule: Rule, op: ir.Operation) -> Rule:
 
 
 def _pad_rule(rule: Rule, op: ir.Operation) -> Rule:
-    """Fixes dims with interior padding and a negative edge padding."""
+    """Makes dims with interior padding and a negative edge padding `fixed`."""
     low, high, inside = (
         [*ir.DenseI64ArrayAttr(op.attributes[name])]
         for name in ("edge_padding_low", "edge_padding_high", "interior_padding")
@@ -326,7 +326,7 @@ def _pad_rule(rule: Rule, op: ir.Operation) -> Rule:
 
 
 def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rule:
-    """Gathers indexed dims of a scatter to one place, which XLA makes an update.
+    """Makes indexed dims `gathered` if a scatter has one place: XLA makes it an update.
 
     A dim that is written in full, such as heads of a cache of keys, has its factor in
     the update, too, and may be sharded.
@@ -344,7 +344,7 @@ def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rul
 
 
 def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:
-    """Fixes spatial and minor factors of a convolution, and holds it.
+    """Makes spatial and minor factors of a convolution `fixed`, and the rule `held`.
 
     Spatial dims would need halos, since windows overlap. In a grouped convolution, not
     all operands have a minor factor. In the gradient of its kernel, the batch is

@@ -78,7 +78,7 @@ def mesh_axes(mesh: ir.Operation) -> dict[str, int]:
 
 
 def specs_of(attribute: ir.Attribute) -> list[Spec]:
-    """Converts Shardy's shardings of several values, without parts of axes."""
+    """Converts Shardy's shardings of several values; drops parts of axes (sub-axes)."""
 
     def names(dim: ir.Attribute) -> tuple[str, ...]:
         axes = [sdy.AxisRefAttr(one) for one in sdy.DimensionShardingAttr(dim).axes]
@@ -123,12 +123,12 @@ def memory_of_move(op: ir.Operation) -> str:
 
 
 def constant(number: str, kind: ir.Type) -> ir.Value:
-    """Makes a constant tensor with all elements equal to a number's text."""
+    """Inserts a constant tensor of a type; all elements are `number`, MLIR's text."""
     return hlo.constant(ir.Attribute.parse(f"dense<{number}> : {kind}"))
 
 
 def zeros(kind: ir.Type) -> ir.Value:
-    """Makes a tensor of zeros of any type."""
+    """Inserts a tensor of zeros of a type, such as an f8 or complex one."""
     number = constant("0", of_element(kind, ir.IntegerType.get_signless(32)))
     return hlo.convert(kind, number)
 
@@ -140,12 +140,12 @@ def of_element(kind: ir.Type, element: ir.Type) -> ir.RankedTensorType:
 
 
 def converted(value: ir.Value, element: ir.Type) -> ir.Value:
-    """Makes a conversion of a value to an element type."""
+    """Inserts a conversion of a value to an element type."""
     return hlo.convert(of_element(value.type, element), value)
 
 
 def spread(value: ir.Value, shape: Sequence[int]) -> ir.Value:
-    """Repeats a value along dims behind its own."""
+    """Inserts a broadcast to `shape`, whose first dims are the value's own."""
     own = ir.RankedTensorType(value.type)
     kind = ir.RankedTensorType.get(shape, own.element_type)
     return hlo.broadcast_in_dim(kind, value, range(own.rank))
@@ -157,7 +157,7 @@ def integer(number: int) -> ir.Attribute:
 
 
 def clone_with(op: ir.Operation, mapping: dict[ir.Value, ir.Value]) -> ir.Operation:
-    """Clones an op with operands mapped, and adds its results to the mapping."""
+    """Clones an op with operands mapped, and adds {old: new result} to the mapping."""
     clone = op.clone()
     for one in (clone, *walk(clone)):
         for index, operand in enumerate(one.operands):
@@ -297,8 +297,8 @@ def normalise(module: ir.Module) -> int:
     """Inlines every call, and removes the user's own sharding constraints.
 
     Also removes conversions to a value's own type, which weak types cause, and loops
-    that run once, the innermost first. Convolutions that XLA would split wrongly get
-    another layout.
+    that run once. Convolutions that XLA would split wrongly get another layout. Each
+    use of a small constant gets a copy.
 
     Returns:
         The number of removed sharding constraints.
@@ -333,7 +333,7 @@ def normalise(module: ir.Module) -> int:
 
 
 def _tidy_moves(function: ir.Operation) -> None:
-    """Removes moves to a value's own memory; moves arguments late, results early."""
+    """Drops moves to a value's own memory; puts arguments' late, results' early."""
     [block] = function.regions[0].blocks
     moves = []
     for op in filter(moves_to_memory, [one.operation for one in block.operations]):
@@ -394,7 +394,7 @@ def _is_small_constant(op: ir.Operation) -> bool:
 
 
 def numbers_of(constant: ir.Operation) -> ir.DenseElementsAttr | None:
-    """Returns a constant's numbers; None for complex ones, or outside of the module."""
+    """Returns a constant's numbers; None for complex numbers and MLIR resources."""
     try:
         value: Any = constant.attributes["value"]
     except TypeError:
@@ -403,7 +403,7 @@ def numbers_of(constant: ir.Operation) -> ir.DenseElementsAttr | None:
 
 
 def _sink_constants(op: ir.Operation) -> None:
-    """Copies constants from outside of an op into its scalar code that uses them."""
+    """Copies constants from outside of an op into the op's regions that use them."""
     for region in op.regions:
         for block in region.blocks:
             copies: dict[ir.Value, ir.Value] = {}

@@ -77,7 +77,7 @@ class FlatStep:
             Tracing may need it; the plan chooses another.
         in_host: (argument leaf, result leaf of its new value) pairs that stay in host
             memory between steps; see `with_state_in_host`.
-        precision: "fp8" for FP8 products, or "" for products as written.
+        precision: such as "fp8", see `fp8.read_precision`; "" for products as written.
     """
 
     fn: Callable[..., Any]
@@ -146,7 +146,7 @@ class FlatStep:
     def _changed_static(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[int | str, Any, Any] | None:
-        """Returns (key, old value, new value) of the first changed static argument."""
+        """Returns (key, old, new) of the first changed static argument, or None."""
         passed = {**dict(enumerate(args)), **kwargs}
         for key, value in self.static:
             got = passed.get(key)
@@ -244,7 +244,7 @@ class FlatStep:
 
     @cached_property
     def _changed(self) -> list[str]:
-        """Paths of arrays that traces changed in place, and did not return."""
+        """Paths of arrays that `flat_fn` replaced in modules, and did not return."""
         return []
 
     def _lost(self) -> list[str]:
@@ -336,7 +336,7 @@ def flatten_step(
     donate_argnames: str | Sequence[str] = (),
     precision: str = "",
 ) -> FlatStep:
-    """Returns a step and a call of it as a function of flat arrays.
+    """Returns a step as a function of the flat array arguments of one of its calls.
 
     As in ``jax.jit``, arguments are known by position and by name, and static arguments
     may be left out if they have defaults.
@@ -348,8 +348,8 @@ def flatten_step(
         precision: see `FlatStep`.
 
     Raises:
-        StepNotTraceable: an argument leaf is neither an array nor a shape, a static
-            argument cannot be hashed, or a name is unknown.
+        StepNotTraceable: an argument leaf is no array, number or shape; a static
+            argument cannot be hashed; or a name or a position is unknown.
     """
     args, kwargs = calling.by_position(fn, args, kwargs or {})
     parameters = calling.parameter_names(fn)
@@ -387,7 +387,7 @@ def typed_as_returned(step: FlatStep) -> FlatStep:
 
     ``jnp.full(shape, 0.1)`` is weakly typed, and an optimizer's result is not:
     ``jax.jit`` compiles again for the second call. A counter that begins as ``0`` stays
-    weakly typed until a checkpoint restores it. It is planned as restored if the
+    weakly typed until a checkpoint restores it. It is strongly typed here if the
     program is the same. An argument is state if a part of it is donated.
     """
     state = [
@@ -409,7 +409,7 @@ def typed_as_returned(step: FlatStep) -> FlatStep:
 
 
 def _do_the_same(one: FlatStep, other: FlatStep) -> bool:
-    """True if two steps trace to the same program, weak types aside."""
+    """True if two steps trace to one program, weak types aside; False on errors."""
     if one is other:
         return True
     try:
@@ -433,10 +433,8 @@ def successors(
     """Yields (argument's leaves, position of the result that replaces it, its types).
 
     An argument is replaced by the whole result (position None), or by the first element
-    of it, with the argument's structure, shapes and dtypes.
-
-    Args:
-        state: (leaves, structure) of arguments.
+    of the result, that has the argument's structure, shapes and dtypes. Arguments that
+    none replaces are left out. `state` has (leaves, structure) of arguments.
     """
     results = step.traced.jaxpr.out_avals
     out, start = tree_structure(step.traced.out_info), 0

@@ -56,7 +56,7 @@ def print_view(
 
 
 def plain_text(view: RenderableType, width: int | None = None) -> str:
-    """Renders a view as plain text, without trailing spaces and outer blank lines."""
+    """Renders a view as text, trimmed and by default `columns()` characters wide."""
     file = io.StringIO()
     literal_console(file=file, width=width or columns(), color_system=None).print(view)
     lines = [line.rstrip() for line in file.getvalue().splitlines()]
@@ -64,7 +64,7 @@ def plain_text(view: RenderableType, width: int | None = None) -> str:
 
 
 def wrapped(line: str, break_long_words: bool = True) -> str:
-    """Folds a line; continuation lines are indented more than the first."""
+    """Folds a line at `columns()`; continuation lines are indented by two more."""
     text = printable(line)
     indent = len(text) - len(text.lstrip()) + 2
     wrap = TextWrapper(
@@ -116,7 +116,7 @@ class Rows:
 
     @property
     def numbers(self) -> set[str]:
-        """Headings of columns that contain only numbers; never the first column's."""
+        """Headings of columns with only numbers, sizes or "-"; never of the first."""
         columns = [*zip(self.headings, *(row.cells for row in self.rows), strict=True)]
         return {
             name for name, *cells in columns[1:] if all(map(_NUMBER.fullmatch, cells))
@@ -173,7 +173,7 @@ class PlainLines:
     _shown_seconds: float = 0.0
 
     def due(self, event: Progress | str, seconds: float) -> str | None:
-        """Returns the next line if it is due, else None.
+        """Returns a line about the latest event if a line is due, else None.
 
         Args:
             seconds: time since the start of the display.
@@ -237,7 +237,7 @@ class Display:
         self._event = event
 
     def _write(self) -> None:
-        """Prints due lines from a thread, as long work may have no events."""
+        """Prints lines when due, until the display ends; runs in a thread."""
         assert self._lines is not None
         # Only process 0 of several shows progress.
         while not self._over.wait(_LOOK_SECONDS) and not is_follower():
@@ -266,8 +266,7 @@ def shown(
     """Yields settings with a progress display; unchanged if quiet or with a callback.
 
     Args:
-        doing: the work, for the first line of a log.
-        silence: sentence on how to silence progress, for the same line.
+        doing, silence: the work, and how to silence progress, for a log's first line.
     """
     settings = settings or PlannerSettings()
     is_refused = not isinstance(settings, PlannerSettings)  # `plan` raises for it.

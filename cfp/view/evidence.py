@@ -47,7 +47,7 @@ def with_figures(
     dimensions: Set[Dimension] = ALL_DIMENSIONS,
     budget_bytes: int | None = None,
 ) -> Plan:
-    """Returns the plan with figures of its choice, for reports.
+    """Returns the plan with `Plan.figures`: the numbers behind its choice.
 
     Args:
         replacing: kernels that the search was allowed to use.
@@ -124,7 +124,7 @@ def _unused(
     failed: Mapping[SegmentKernels, str],
     options: Sequence[Option] | None,
 ) -> str:
-    """Explains why no kernel of `able` computes a part of the step."""
+    """Explains why a part uses none of `able`, the kernels that can compute it."""
     if not able:
         return NONE_CAN
     for name in able:
@@ -249,7 +249,7 @@ def worth(
 def _predicted(
     problem: Problem, kept: Sequence[Sequence[int]]
 ) -> tuple[float, float | None] | None:
-    """Returns best times with all options and with kept ones; None if all are kept."""
+    """Returns (best ms, best ms of `kept` options or None); None if all are kept."""
     if [*map(len, kept)] == [*map(len, problem.options)]:
         return None
     if (best := solve(problem)) is None:
@@ -307,7 +307,7 @@ def kind_title(analysis: Analysis, kind: int) -> str:
 def strategy_figures(
     analysis: Analysis, kind: int, candidate: SegmentChoice
 ) -> StrategyFigures:
-    """Converts a choice for a kind of segment to a plan's record."""
+    """Describes a choice for a kind of segment: shardings by block, and storage."""
     frame = analysis.frame
     segment = analysis.segments[analysis.representatives[kind]]
     groups = [frame.groups[g] for g in segment.groups]

@@ -25,7 +25,7 @@ _MOST_OPAQUE = 5
 def strategy_numbers(
     analysis: Analysis, segment: Segment, strategies: tuple[Strategy, ...]
 ) -> list[int]:
-    """Converts strategies of a segment's blocks to indices in each block's list."""
+    """Returns for each block its strategy's index in the block's list of strategies."""
     frame = analysis.frame
     return [
         block_strategies(frame.program, frame.blocks[b], frame.mesh).index(strategy)
@@ -173,7 +173,7 @@ def curves_data(rates: Rates, link_gb_per_s: float | None) -> dict[str, Any]:
 
 
 def curves_rows(rates: Rates, link_gb_per_s: float | None) -> Rows:
-    """Tabulates times of collectives; `link_gb_per_s` is the rate to compare with."""
+    """Tabulates times of collectives, and their rates as shares of `link_gb_per_s`."""
     headings = ("collective", "axes", "tensor", "ms", "GB/s sent", "of link")
     rows = []
     for point in curve_points(rates):

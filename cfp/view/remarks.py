@@ -27,7 +27,7 @@ Values = str | tuple[str, ...]
 
 
 def remarks(plan: Plan) -> Iterator[str]:
-    """Lists costs and gaps of a plan that users may not expect."""
+    """Yields sentences on costs and gaps of a plan that users may not expect."""
     for values_of, template in _REMARKS:
         if values := values_of(plan):
             values = (values,) if isinstance(values, str) else values
@@ -43,7 +43,7 @@ def unplanned_text(plan: Plan) -> str:
 
 
 def _nothing_sharded(plan: Plan) -> Values:
-    """Returns the unsharded part, the number of devices, and data parallel times."""
+    """Returns what is unsharded, the devices and a comparison; () if blocks are."""
     devices = prod(size for _, size in plan.mesh_axes)
     what = "all blocks run whole on each device"
     if devices > 1 and plan.arg_specs and not words.is_sharded(plan):
@@ -64,7 +64,7 @@ def _loops(plan: Plan) -> Values:
 
 
 def _branches(plan: Plan) -> Values:
-    """Returns times by branch, or else the samples' range, and the branches."""
+    """Returns times by branch, or else the samples' range, and names of branches."""
     texts = [text for text in plan.uncounted if not text.startswith("while")]
     mine = [row for row in plan.race if row.name == plan.winner]
     flags = few([f"{ms:.3f} ms with {flag}" for r in mine for flag, ms in r.flag_ms])
@@ -129,7 +129,7 @@ def _chosen_among(plan: Plan) -> Values:
 
 
 def _gains(is_measured: bool) -> Callable[[Plan], Values]:
-    """Describes the gain of each kind of choice, measured or predicted."""
+    """Returns a function that describes measured, or else predicted, gains."""
 
     def values(plan: Plan) -> Values:
         parts = []
@@ -149,7 +149,7 @@ def _gains(is_measured: bool) -> Callable[[Plan], Values]:
 
 
 def _left(has_kernel: bool) -> Callable[[Plan], Values]:
-    """Describes parts without a kernel, or (`has_kernel`) kernels that were refused."""
+    """Returns a function that lists parts without a kernel, or refused kernels."""
 
     def values(plan: Plan) -> Values:
         every = plan.figures.left if plan.figures else ()
@@ -177,7 +177,7 @@ def _count(name: str, one: str, many: str) -> Callable[[Plan], Values]:
 
 
 def precision_text(plan: Plan) -> str:
-    """Counts the products computed in FP8, and gives reasons for the others."""
+    """Counts products in FP8, with reasons for others; "" for a plan without FP8."""
     if not plan.products:
         return ""
     counts = {why: sum(of.values()) for why, of in plan.products.items()}
@@ -196,7 +196,7 @@ def precision_text(plan: Plan) -> str:
 
 
 def _crossing(plan: Plan) -> Values:
-    """Returns axes that cross hosts; bytes and ms along them, and along the others."""
+    """Returns axes that cross hosts, and the traffic along them and along others."""
     across, sizes = plan.environment.get("crosses_hosts", ""), dict(plan.mesh_axes)
     totals = {side: [0, 0.0] for side in (True, False)}
     for move in (move for row in plan.rows for move in row.moves):
@@ -209,7 +209,7 @@ def _crossing(plan: Plan) -> Values:
 
 
 def _undivided(plan: Plan) -> Values:
-    """Returns a described plan's devices and its batch, if they do not divide it."""
+    """Returns a described plan's number of devices and its batch, if not a multiple."""
     devices = prod(n for _, n in plan.mesh_axes)
     batch = round(plan.search.get("batch_samples") or 0)
     is_left = "described" in plan.environment and batch % devices

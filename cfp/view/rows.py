@@ -37,7 +37,7 @@ class BlockView:
     Attributes:
         row: a block with the most frequent collectives; the first and last segments may
             have others.
-        members: number of the block in each of the segments.
+        members: the block's index in the plan, for each of the segments.
         name: merged name: ``Net/layer_0-3/up``.
         path: the name without the module that contains all blocks.
         sharded: text on the dims that each axis shards.
@@ -59,7 +59,7 @@ class BlockView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentView:
-    """Segments that are alike, each in another repeat of a run of segments.
+    """Alike segments: one of each repeat of a run of segments.
 
     Attributes:
         indices: the segments' numbers.
@@ -76,9 +76,9 @@ class SegmentView:
 
 
 def segments_of(plan: Plan) -> tuple[SegmentView, ...]:
-    """Groups segments that are alike and repeat back to back, in order.
+    """Groups alike segments of runs that repeat back to back, in order.
 
-    Segments of one kind are alike if their blocks are sharded and stored alike.
+    Segments of one kind are alike if all their choices are equal.
     """
     parts = [[*rows] for _, rows in groupby(plan.rows, key=lambda row: row.segment)]
     marks = [
@@ -110,7 +110,7 @@ def segments_of(plan: Plan) -> tuple[SegmentView, ...]:
 
 
 def _longest_repeat(marks: Sequence[tuple], at: int) -> tuple[int, int]:
-    """Returns (period, count) of the longest repeat from `at`; (1, 1) for none."""
+    """Returns (marks in the period, count) of the longest repeat at `at`, or (1, 1)."""
     best = (1, 1)
     for period in range(1, (len(marks) - at) // 2 + 1):
         count = 1
@@ -151,7 +151,7 @@ def _block(twins: Sequence[PlanRow], prefix: str) -> BlockView:
 
 
 def update_texts(updates: Sequence[BlockView]) -> tuple[str, str, str]:
-    """Merges the blocks without products in an optimizer's update.
+    """Describes an optimizer update's blocks together.
 
     Returns:
         Texts: a name, the number of blocks that each axis shards, and collectives.

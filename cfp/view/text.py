@@ -74,7 +74,7 @@ def short_text(plan: Plan) -> str:
 
 
 def _segment_text(segment: SegmentView) -> str:
-    """Describes the shardings of a segment's blocks in one line."""
+    """Describes the shardings and the storage of a segment in one line."""
     modules: list[str] = []
     by_roles: dict[str, list[str]] = {}
     alike = Counter(
@@ -143,7 +143,7 @@ class Explained:
 
 
 def explained(plan: Plan, wanted: set[int] | None = None) -> Iterator[Explained]:
-    """Explains segments in order.
+    """Yields texts on the segments in order; alike segments share one.
 
     Args:
         wanted: numbers of the blocks to explain; by default all.
@@ -221,7 +221,7 @@ def explain_text(plan: Plan, block: str | None = None) -> str:
 
 
 def _wanted(plan: Plan, block: str) -> set[int]:
-    """Finds numbers of blocks by part of a name, also merged; CfpError for none."""
+    """Returns indices of blocks whose (merged) name matches; CfpError for none."""
     sought = block.casefold()
     pattern = sought if "*" in sought else f"*{sought}*"
 
@@ -307,7 +307,7 @@ def diff_text(
 
 
 def _facts(plan: Plan) -> dict[str, str]:
-    """Collects facts about a plan by name."""
+    """Maps names of facts about a plan to texts, for comparisons."""
     found = {"plan": plan.winner, "memory": words.memory_text(plan)}
     times = {"measured": plan.measured_ms}
     times[f"predicted {words.basis_text(plan)}"] = plan.predicted_ms

@@ -64,7 +64,7 @@ def kernels_text(kernels: SegmentKernels) -> str:
 
 
 def strategy_text(strategy: StrategyFigures) -> str:
-    """Describes a strategy: the sharded dims and the storage of parameters."""
+    """Describes a strategy: sharded dims, storage, kernels and rematerialization."""
     by_text: dict[str, list[str]] = {}
     for alike in strategy.blocks:
         by_text.setdefault(roles_text(alike.strategy), []).extend(alike.names)
@@ -128,7 +128,7 @@ def sentence(text: str) -> str:
 
 
 def title(plan: Plan) -> str:
-    """Names a plan, its mesh and its devices."""
+    """Names a plan's winner, mesh and devices."""
     kind = plan.environment.get("device_kind", "")
     on = f"a mesh {mesh_text(plan.mesh_axes)} of" if plan.mesh_axes else "one"
     text = f"Plan {plan.winner!r} for {on} {kind or 'device'}"
@@ -137,12 +137,12 @@ def title(plan: Plan) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """Describes a plan in one sentence."""
+    """Describes a plan in one line: its title, times and memory."""
     return "; ".join([title(plan), *figure_texts(plan)])
 
 
 def figure_texts(plan: Plan) -> list[str]:
-    """Lists the time and the memory of a plan; the verdict on memory comes first."""
+    """Lists times and memory of a plan; memory comes first if there is a budget."""
     parts, memory = [], [*filter(None, [memory_text(plan)])]
     if (ms := plan.measured_ms) is not None:
         where = " in an earlier race" if plan.search.get("race_cached") else ""
@@ -219,12 +219,12 @@ def summary_line(plan: Plan) -> str:
 
 
 def has_raced(plan: Plan) -> bool:
-    """True if any candidate of a plan was run."""
+    """True if any candidate of a plan's race was timed."""
     return any(row.samples_ms for row in plan.race)
 
 
 def is_sharded(plan: Plan) -> bool:
-    """True if a plan shards any value, or the step has a sharded `shard_map`."""
+    """True if a plan shards a value, or the step a custom kernel or `shard_map`."""
     inside = plan.constraints
     specs = [*plan.arg_specs, *plan.output_specs]
     specs += [*inside.values.values(), *inside.uses.values()]
@@ -232,7 +232,7 @@ def is_sharded(plan: Plan) -> bool:
 
 
 def runs_whole(plan: Plan) -> bool:
-    """True if several devices run all blocks in full, without a `shard_map`."""
+    """True if several devices compute the same: no block or `shard_map` is sharded."""
     devices = prod(size for _, size in plan.mesh_axes)
     return devices > 1 and bool(plan.rows) and not _shards_blocks(plan)
 
@@ -255,7 +255,7 @@ def unsearched_text(plan: Plan) -> str:
 
 
 def budget_text(plan: Plan) -> str:
-    """Describes a plan's memory budget; "" if it is not less than the device's."""
+    """Describes a memory budget; "" if above the device's nominal, and no reserve."""
     budget = plan.figures and plan.figures.budget_bytes
     kind = kind_of(plan.environment.get("device_kind", ""))
     whole, reserve = kind.memory_bytes if kind else 0, plan.search.get(RESERVE_BYTES, 0)
@@ -356,7 +356,7 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
 
 
 def _share_of_rate(plan: Plan, tflop_per_s: float) -> tuple[float | None, str]:
-    """Returns the share of a device's nominal rates, and the products' types."""
+    """Returns the share of a device's nominal rates, and their types, or (None, "")."""
     environment, narrow = plan.environment, plan.search.get("narrow_share", 0.0)
     kind = kind_of(environment.get("device_kind", ""))
     shares = ("bfloat16", narrow), ("float32", 1.0 - narrow)

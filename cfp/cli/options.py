@@ -43,7 +43,7 @@ def print_error(message: str) -> None:
 
 
 def save(made: Plan, output: Path | None) -> list[str]:
-    """Saves a plan, and returns lines to print; none without a file.
+    """Saves a plan in process 0, and returns lines to print; [] if nothing is saved.
 
     Raises:
         CfpError: the file cannot be written.
@@ -64,7 +64,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 
 class Answer(NamedTuple):
-    """A command's answer: makes --json's data, or prints; exit code 1 if failed."""
+    """A command's result: `data` is for --json, `show` prints; exit code 1 if failed."""
 
     data: Callable[[], Any]
     show: Callable[[], None]
@@ -72,7 +72,7 @@ class Answer(NamedTuple):
 
 
 def plan_answer(made: Plan, output: Path | None, *more: str) -> Answer:
-    """Saves a new plan if `output` is given; returns it with lines to print."""
+    """Saves a new plan if `output` is given; the answer prints it, and `more` lines."""
     then = "then run it with cfp run --plan plan.json"
     if "described" in made.environment:
         then = "on its devices, cfp verify plan.json TARGET times it"
@@ -140,7 +140,7 @@ class Option:
 
 
 def argument(metavar: str, text: str, kind: Any = str, default: Any = ...) -> Option:
-    """Makes a positional argument of a command."""
+    """Makes a positional argument of a command; ... as the default: required."""
     default = Parameter.empty if default is ... else default
     how = {"maker": typer.Argument, "metavar": metavar, "show_default": False}
     return Option(kind, text, default=default, **how)
@@ -156,7 +156,7 @@ def _positions(text: str) -> tuple[int, ...]:
 
 
 def _together(given: Sequence[tuple[int, ...]] | None) -> list[int] | None:
-    """Joins the positions of a repeated option; None if not given."""
+    """Joins the values of a repeated option in one list; None if not given."""
     return [number for numbers in given for number in numbers] if given else None
 
 
@@ -172,10 +172,10 @@ _VIRTUAL = "cpu, with as many virtual devices as needed, or cuda; "
 def _setting(
     of: Any, name: str, kind: Any, under: str | None = MEASURING, **how: Any
 ) -> Option:
-    """Makes a setting's option: its docs' first sentence, and a number's default.
+    """Makes a setting's option, with help and a number's default from the settings.
 
     Args:
-        of: an object with the defaults, whose docs describe the setting.
+        of: settings object; its class's docstring describes the setting.
     """
     text = re.search(rf" {name}: (.*?\.)\s", inspect.getdoc(of) or "", re.DOTALL)
     usual = getattr(of, name)
@@ -296,7 +296,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 def command(
     *names: str, **own: Option
 ) -> Callable[[Callable[[Any, Any], Answer | None]], Callable[..., None]]:
-    """Returns a decorator: a command from a function of context and options' values.
+    """Returns a decorator that makes a typer command of function(context, values).
 
     A CfpError becomes one printed message, and exit code 2.
 
@@ -354,7 +354,7 @@ def _with_one_message(
 
 
 def supervise(ctx: typer.Context, workdir: Path | None) -> None:
-    """Continues the command in a child process; see :meth:`Supervision.enter`."""
+    """Continues a command of the shell in a child; see :meth:`Supervision.enter`."""
     if isinstance(ctx.obj, Supervision):
         ctx.obj.enter(store_path(workdir))
 
@@ -424,11 +424,11 @@ def mode_of(
     modes: Mapping[str, Collection[str]],
     parts: Mapping[str, str],
 ) -> str | None:
-    """Returns the given parameter that changes a command's mode; None without one.
+    """Returns the name of the given parameter that selects a mode; None without one.
 
     Args:
         modes: for each mode's parameter, the parameters allowed beside it.
-        parts: parameters of one mode alone, each with that mode's parameter.
+        parts: {parameter that needs a mode: that mode's parameter}.
 
     Raises:
         CfpError: given parameters exclude each other.

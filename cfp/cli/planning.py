@@ -59,11 +59,11 @@ _ALL = "all"
 
 
 def variants_of(ctx: typer.Context) -> dict[str, Any]:
-    """Returns arguments of `plan_fastest`: a command's variants and argument numbers.
+    """Returns `plan_fastest`'s variants, static and donated arguments, and `leaner`.
 
-    Without a mesh or a number of devices, variants are all meshes of one or two axes of
-    all devices. ``leaner`` makes variants with several microbatches, if the target has
-    such an option.
+    Without mesh, number of devices and preset, variants are all meshes of one or two
+    axes of all devices. ``leaner`` yields variants with several microbatches, if the
+    target has such an option.
 
     Raises:
         CfpError: the target, mesh, platform or number of devices is unknown, or the
@@ -142,7 +142,7 @@ _MORE_MICROBATCHES = (2, 4, 8)
 
 
 def _cluster(given: dict[str, Any]) -> Cluster | None:
-    """Reads the cluster of --for; None without it."""
+    """Reads the cluster of --for; None without --for; CfpError for excluded options."""
     text = given.get("described")
     if text is None and given.get("compile"):
         raise CfpError("--compile is for devices that --for describes. Leave it out.")
@@ -170,7 +170,7 @@ def _counts(text: str | None) -> list[int | None]:
 
 
 def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
-    """Returns the named meshes, and True if all meshes of the devices are compared."""
+    """Returns named meshes (None: default), and True to compare all of the devices."""
     devices, mesh, texts = given["devices"], given["mesh"], given["mesh_shapes"] or []
     if mesh is not None and texts:
         raise CfpError("Give --mesh for one mesh or --mesh-shapes for more, not both.")
@@ -227,7 +227,7 @@ def plan(ctx: typer.Context, given: Any) -> Answer:
 
 
 def find(given: Any) -> Fastest:
-    """Plans on the devices of this process.
+    """Plans a command's target on this process's devices, or for --for's devices.
 
     Args:
         given: the command's context, or an object with its params, args and obj.
@@ -247,7 +247,7 @@ def find(given: Any) -> Fastest:
 
 
 def find_on_ray(ctx: typer.Context) -> Fastest:
-    """Plans on the devices of a node of a Ray cluster."""
+    """Plans a command's target on the devices of a node of a Ray cluster."""
     options = ctx.params
     _cluster(options)
     shapes, _ = shapes_of(options)
@@ -275,7 +275,7 @@ def _find_there(
 
 
 def export_profiles(given: Any) -> None:
-    """Writes all stored measurements to a file."""
+    """Writes all stored measurements to the file of --export."""
     path, file = store_path(given.workdir), given.export
     if not path.exists():
         raise CfpError(
@@ -288,7 +288,7 @@ def export_profiles(given: Any) -> None:
 
 
 def import_profiles(given: Any) -> None:
-    """Adds measurements of exported files to the store."""
+    """Adds measurements of the files of --import to the store."""
     with ProfileStore(store_path(given.workdir)) as store:
         here = environment_parts(jax.devices())
         for file in given.imported:
@@ -301,7 +301,7 @@ def import_profiles(given: Any) -> None:
 
 
 def measure_curves(given: Any) -> Answer:
-    """Returns rates of collectives over a mesh's axes, from the store or measured."""
+    """Measures rates of collectives along a mesh's axes, if the store has none."""
     link, describe = given.link, given.describe
     check_writable(describe, "--describe")
     axes = platform.parse_mesh(given.devices, given.mesh)
@@ -474,7 +474,7 @@ def search_stored(
     budget_bytes: int | None,
     settings: PlannerSettings,
 ) -> FoundPlan:
-    """Searches stored measurements; only the race uses the devices.
+    """Plans from stored measurements of segments; only the race uses the devices.
 
     Raises:
         CfpError: measurements are missing.

@@ -258,7 +258,7 @@ def _finite(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_failures(trial: Trial) -> list[dict[str, Any]]:
-    """Lists the leaves beyond their tolerance, by step."""
+    """Lists each step's result leaves that differ by more than allowed, for JSON."""
     return [
         {
             "step": number,
@@ -290,7 +290,7 @@ def _print_trial(trial: Trial) -> None:
 
 
 def check_text(trial: Trial) -> str:
-    """Describes the outcome of a check, in one or more lines."""
+    """Describes the outcome of --check, in one or more lines."""
     return "\n".join(_check_lines(trial))
 
 
@@ -353,7 +353,7 @@ def _check_lines(trial: Trial) -> Iterator[str]:
 
 
 def _rounding_text(trial: Trial) -> str:
-    """Names the run in which the effect of rounding was measured."""
+    """Names the run that measured rounding: ``on one device``, ``under ...``."""
     if trial.narrow:
         return "in the plan's kernels"
     if trial.preset == AS_WRITTEN:

@@ -98,7 +98,7 @@ def analyse(
     """Traces and analyses a target.
 
     Args:
-        plan: plan of the step, for donated arguments and state in host memory.
+        plan: a plan that the step must fit; its donated and host arguments are used.
 
     Raises:
         CfpError: the step cannot be traced, or the pins or the plan do not fit.
@@ -132,7 +132,7 @@ def open_session(ctx: typer.Context) -> Session:
 
 
 def dump_session(session: Session, workdir: Path | None) -> Path | None:
-    """Writes the analysis below `workdir`; returns the folder, or None without one."""
+    """Writes the analysis below `workdir`; returns its folder, None if not written."""
     if workdir is None or is_follower():
         return None
     folder = workdir / GLOBAL_FOLDER
@@ -144,7 +144,7 @@ def dump_session(session: Session, workdir: Path | None) -> Path | None:
 
 
 def parse_pins(texts: Sequence[str] | None) -> dict[str, PartitionSpec]:
-    """Reads pins such as ``PATTERN=None,x``; ``x+y`` shards one dim over two axes.
+    """Returns {pattern: spec} of ``PATTERN=None,x``; ``x+y`` is two axes of one dim.
 
     Raises:
         CfpError: a text is no pin.

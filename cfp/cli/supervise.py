@@ -92,8 +92,8 @@ def _attend(child: int, store: ProfileStore) -> int | None:
     """Waits for a child's end; kills the child past a deadline.
 
     Returns:
-        The command's exit code; None if the child died at recorded work, so that
-        another child may start.
+        The command's exit code; None if the child died during a recorded build or run,
+        so that another child may start.
 
     Raises:
         KeyboardInterrupt: the user interrupted twice; the child is killed.
@@ -144,7 +144,7 @@ def _attend(child: int, store: ProfileStore) -> int | None:
 
 
 def _die_with(pipe: int, store_path: Path) -> None:
-    """Waits in the child until the parent's end closes the pipe, then ends it."""
+    """Ends this child process once the parent is gone, which closes the pipe."""
     os.read(pipe, 1)
     with ProfileStore(store_path) as store:
         forget(store, os.getpid())

@@ -64,7 +64,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 
 class Answer(NamedTuple):
-    """A command's result: `data` is for --json, `show` prints; exit code 1 if failed."""
+    """A command's result: `data` is for --json, `show` prints; exit 1 if failed."""
 
     data: Callable[[], Any]
     show: Callable[[], None]

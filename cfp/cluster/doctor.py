@@ -232,7 +232,7 @@ def graft() -> str:
 
 
 def judged_sum(count: int, size_bytes: int, error: float, time_ms: float) -> str:
-    """Describes an all-reduce; raises Failure if it is wrong, or slow for NVLink."""
+    """Describes an all-reduce; Failure for a large relative error, or slow NVLink."""
     text = f"{count} devices: an all-reduce of {size_bytes >> 20} MiB"
     if not error <= SUM_ERROR:  # Also for NaN.
         raise Failure(f"{text} is off by {error:.1e}")
@@ -258,7 +258,7 @@ def cudnn() -> str | None:
 
 
 def judged_kernel(kernel: str) -> str:
-    """Describes an attention kernel's relative L2 errors; raises Failure if large."""
+    """Runs an attention kernel; describes its errors, or raises Failure if large."""
     import jax
     import jax.numpy as jnp
 
@@ -370,7 +370,7 @@ CHECKS = (
 
 
 def examine(only: Collection[str] = (), timeout_s: float = 300) -> Iterator[Result]:
-    """Runs checks by name (default: all); checks with JAX share one time limit."""
+    """Runs checks by name (default: all); those with JAX end at the first failure."""
     checks = [check for check in CHECKS if not only or check.name in only]
     yield from (check.result() for check in checks if check.run in WITHOUT_JAX)
     if not (checks := [check for check in checks if check.run not in WITHOUT_JAX]):
@@ -392,7 +392,7 @@ def examine(only: Collection[str] = (), timeout_s: float = 300) -> Iterator[Resu
 
 
 def row(result: Result, width: int) -> str:
-    """Formats a result for a terminal of so many columns, with reason and remedy."""
+    """Formats a result with reason and remedy, folded at `width` (at least 60)."""
     fill = partial(textwrap.wrap, width=max(width, 60) - 19, break_long_words=False)
     lines = fill(result.reason, break_on_hyphens=False)
     if result.remedy:

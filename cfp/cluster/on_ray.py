@@ -100,7 +100,7 @@ class Runner:
 
 
 def _end_if_late(store: ProfileStore, ends: threading.Event) -> None:
-    """Kills this process if a program hangs; the program's record shows the hang."""
+    """Kills this process if recorded work passes its deadline before `ends` is set."""
     while not ends.wait(_LOOK_SECONDS):
         if is_late(store, os.getpid()):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -168,7 +168,7 @@ def plan_on_ray(
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[Any]:
-    """Context manager: the module `ray`, connected to a cluster or to a local one.
+    """Context manager of the module `ray`, connected to a cluster or a new local one.
 
     Raises:
         CfpError: Ray is not installed, or there is no cluster.

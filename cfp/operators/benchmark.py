@@ -138,7 +138,7 @@ class _Case:
     backward: bool
 
     def begin(self) -> tuple[Any, Any]:
-        """Returns (arguments, cotangent), and the oracle's results on the host."""
+        """Returns ((arguments, cotangent), the oracle's results on the host)."""
         args = sample(self.operator, self.shape, self.dtype)
         oracle = oracle_program(self.operator, backward=self.backward)
         return args, jax.device_get(jax.jit(oracle)(*args))
@@ -213,7 +213,7 @@ def bound_ms(
     *,
     backward: bool,
 ) -> float:
-    """Lower bound of time, ms, by a device's specified FLOP/s and bandwidth."""
+    """Lower bound of a pass in ms, by nominal rates; `backward` includes forward."""
     flops = operator.flops(shape.dims) * (3 if backward else 1)
     args = abstract(operator, shape, dtype)
     moved = sum(map(_bytes, args)) + _bytes(output(operator, args))

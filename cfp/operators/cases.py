@@ -149,7 +149,7 @@ Program = Callable[..., dict[str, Array]]
 def program(
     operator: Operator, call: Callable[..., Array], *, backward: bool = True
 ) -> Program:
-    """Function (args, cotangent) -> {"output": result, float argument: gradient}."""
+    """Returns a function: (args, cotangent) -> {"output": y, float argument: grad}."""
     places = [i for i, one in enumerate(operator.arguments) if one.kind == "float"]
 
     def run(args: Sequence[Array], cotangent: Array) -> dict[str, Array]:
@@ -171,7 +171,7 @@ def program(
 
 
 def oracle_program(operator: Operator, *, backward: bool = True) -> Program:
-    """The oracle's function like `program`'s, with float arguments cast to float32."""
+    """Returns the oracle's function, as of `program`, that computes in float32."""
     inner = program(operator, operator.oracle, backward=backward)
 
     def run(args: Sequence[Array], cotangent: Array) -> dict[str, Array]:

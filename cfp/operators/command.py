@@ -72,7 +72,7 @@ def print_environment(found: Mapping[str, Any], console: Console) -> None:
 
 
 def print_list(operators: Sequence[Operator], console: Console) -> None:
-    """Prints operators and implementations, with "yes" or the reason of a refusal."""
+    """Prints all implementations: "yes" if usable on this device, else the reason."""
     table = _table("operator", "implementation", "here", "result")
     shape = Shape.parse(CPU_SHAPES[0])
     for operator in operators:

@@ -221,7 +221,7 @@ def length_mask(lengths: Array, keys: int) -> Array:
 
 
 def causal_mask(queries: int, keys: int) -> Array:
-    """[queries, keys]: True for keys up to a query's place; last places coincide."""
+    """[queries, keys]: True for keys up to a query's place; the last sees all keys."""
     return jnp.tril(jnp.ones((queries, keys), bool), keys - queries)
 
 
@@ -327,7 +327,7 @@ def one_by_one(x: Array, kernels: Array, groups: Array) -> Array:
 
 
 def _gates(scores: Array, choices: int) -> tuple[Array, Array]:
-    """Softmax weights and indices of the best experts, each [tokens, choices]."""
+    """Softmax over the best scores, and indices of these experts: [tokens, choices]."""
     if not 1 <= choices <= scores.shape[1]:
         raise Refused(f"choices={choices} of {scores.shape[1]} experts")
     best, experts = jax.lax.top_k(scores.astype(jnp.float32), choices)

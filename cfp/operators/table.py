@@ -28,8 +28,8 @@ def _attention(name: str, plain: Form, fused: Form) -> dict[tuple[str, str], Fun
     """Entries of `IMPLEMENTATIONS` for an attention operator.
 
     Args:
-        plain: makes the keyword arguments of `all_scores`.
-        fused: makes the keyword arguments of `attention_jax_nn`.
+        plain: from query, key and other arguments to `all_scores`'s keywords.
+        fused: from the same to keywords of `attention_jax_nn`.
     """
 
     def by(attend: Function, form: Form) -> Function:
@@ -127,7 +127,7 @@ def _operator(
     flops: Callable[[Mapping[str, int]], float] = lambda dims: 0.0,
     **options: Any,
 ) -> Operator:
-    """An operator with its functions of `IMPLEMENTATIONS`; `oracle` names one."""
+    """Makes an operator from `IMPLEMENTATIONS`; `oracle` names one of its functions."""
     return Operator(
         name=name,
         summary=summary,

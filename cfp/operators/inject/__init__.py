@@ -103,7 +103,7 @@ def injection(**how: Any) -> Iterator[Report]:
 
 @dataclass(frozen=True, slots=True)
 class _Injector:
-    """Policies of an injection, the first that matches decides, and its report."""
+    """Policies of an injection (the first that matches decides), and its report."""
 
     policies: Sequence[Policy]
     strict: bool
@@ -166,7 +166,7 @@ class _Injector:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Calls the policy's replacement, or the original if the policy refuses."""
+        """Calls the policy's replacement, or `original` if that refuses the call."""
         policy.used.clear()
         try:
             replacement = policy.build(part)
@@ -198,7 +198,7 @@ class _Injector:
     def intercept(
         self, original: Callable[..., Any], args: Any, kwargs: Any, context: Any
     ) -> Any:
-        """Interceptor for `flax.linen.intercept_methods`."""
+        """Interceptor of linen modules' `__call__`, except during initialization."""
         module, path = context.module, "/".join(map(str, context.module.path))
         if context.method_name != "__call__" or module.is_initializing():
             return original(*args, **kwargs)

@@ -39,7 +39,7 @@ class FlaxNorm(Policy):
         return type(part) in self.norms
 
     def build(self, part: Any) -> Callable[..., Any]:
-        """The operator with the part's epsilon."""
+        """Returns the operator with the part's epsilon; refuses unusual norms."""
         operator, *names = next(
             norm for kind, norm in self.norms.items() if isinstance(part, kind)
         )
@@ -72,7 +72,7 @@ def _dense(parameters: Any, x: Array, dtype: Any) -> tuple[Array, Array]:
 
 
 def _turned(parameters: Any, first: str, hidden: int) -> dict[str, Any]:
-    """Transposes kernels [out, in], as in HF's GPT-2, to [in, out].
+    """Returns parameters with kernels [in, out]; transposes [out, in] of HF's GPT-2.
 
     Raises:
         Refused: the first layer's kernel is square, so its layout is unknown.
@@ -186,7 +186,7 @@ class HFBertSelfAttention(_OfHF):
     drops = ("attention_probs_dropout_prob",)
 
     def compute(self, part: Any, parameters: Any, hidden: Array, mask: Any) -> Any:
-        """Projects by `qkv_projection`; masks keys after a sequence's length."""
+        """Attention by operators; the sum of the mask is a sequence's length."""
         kernel, bias = (
             jnp.stack([parameters[name][leaf] for name in ("query", "key", "value")])
             for leaf in ("kernel", "bias")

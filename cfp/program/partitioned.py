@@ -37,7 +37,7 @@ from jax._src import debugging as jax_debugging
 from jax._src.config import use_shardy_partitioner
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import sdy
+from jax.extend.mlir.dialects import sdy, stablehlo
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -50,7 +50,6 @@ from cfp.program.rules import Rule, rule_of
 TARGET = "CustomSPMDPartitioning"
 _CONFIG = "backend_config"
 _PREFIX = "cfp"
-_rule_in_mlir: Any = jax_rules.sdy_sharding_rule_to_mlir
 # Lowering host callbacks requests the platform's runtime, and uses it only on TPUs.
 _HOST_CALLS: tuple[tuple[Primitive, Callable[..., Any]], ...] = (
     (jax_callbacks.pure_callback_p, jax_callbacks.pure_callback_lowering),
@@ -109,11 +108,6 @@ class PartitionedCall:
         return re.sub(r"\W", "_", str(self.whole.jaxpr.debug_info.func_name))
 
     @property
-    def count(self) -> int:
-        """The number of operands."""
-        return len(self.whole.in_avals)
-
-    @property
     def tensors(self) -> tuple[Shape, ...]:
         """Shapes of the operands, then of the results."""
         return _shapes((*self.whole.in_avals, *self.whole.out_avals))
@@ -125,7 +119,8 @@ class PartitionedCall:
             parts = (dims.get((number, dim)) for dim in range(len(t.shape)))
             spec = PartitionSpec(*(p[0] if p and len(p) == 1 else p for p in parts))
             shaped.append(Shape(t.shape, t.dtype, sharding=NamedSharding(mesh, spec)))
-        ins, outs = shaped[: self.count], shaped[self.count :]
+        count = self.in_tree.num_leaves
+        ins, outs = shaped[:count], shaped[count:]
         return self.partition(
             mesh, self.in_tree.unflatten(ins), self.out_tree.unflatten(outs)
         )
@@ -134,27 +129,20 @@ class PartitionedCall:
         """Returns why the callback does not shard these dims; None if it does."""
         try:
             _, _, results, operands = self.partitioned(mesh, dims)
-            kept = self.axes(operands, results, lambda one: one)
+            kept = self.axes(operands, results)
         except Exception as error:  # Users' callbacks raise any type.
             return summary_of(error)
         places = {(n, d): a for n, s in enumerate(kept) for d, a in enumerate(s) if a}
-        same = places == dims
-        return None if same else "its operands are to be whole along that dim"
+        return None if places == dims else "its operands are to be whole along that dim"
 
-    def axes(
-        self, operands: Any, results: Any, sharding: Callable[[Any], Any]
-    ) -> list[Spec]:
-        """Returns the mesh axes of each dim of operands and results.
-
-        Args:
-            sharding: takes a leaf of the two trees, returns its `NamedSharding`.
-        """
+    def axes(self, operands: Any, results: Any) -> list[Spec]:
+        """Returns the mesh axes of each dim, from trees of `NamedSharding` s."""
         leaves = (
             *self.in_tree.flatten_up_to(operands),
             *self.out_tree.flatten_up_to(results),
         )
         pairs = zip(leaves, self.tensors, strict=True)
-        return [axes_of(sharding(one).spec, len(t.shape)) for one, t in pairs]
+        return [axes_of(one.spec, len(t.shape)) for one, t in pairs]
 
 
 def _shapes(avals: Iterable[Any]) -> tuple[Shape, ...]:
@@ -261,17 +249,13 @@ def _common(tensors: Sequence[Shape], places: Iterable[OpDim], pieces: int = 0) 
 def lowering_parameters(mesh: Mesh | AbstractMesh | None) -> mlir.LoweringParameters:
     """Returns JAX's lowering parameters that lower custom_partitioning ops by name.
 
-    For an `AbstractMesh` they lower host callbacks, too. None, for programs without
-    arguments, returns JAX's usual parameters.
+    For an `AbstractMesh` they lower host callbacks, too. None is for programs without
+    arguments, which run on one device.
     """
-    if mesh is None:
-        return mlir.LoweringParameters()
-    rules: Any = ((jax_partitioning.custom_partitioning_p, partial(_lower, mesh)),)
+    rules: Any = [(jax_partitioning.custom_partitioning_p, partial(_lower, mesh))]
     if isinstance(mesh, AbstractMesh):
-        rules += tuple(
-            (op, partial(_without_runtime, rule)) for op, rule in _HOST_CALLS
-        )
-    return mlir.LoweringParameters(override_lowering_rules=rules)
+        rules += [(op, partial(_without_runtime, rule)) for op, rule in _HOST_CALLS]
+    return mlir.LoweringParameters(override_lowering_rules=tuple(rules))
 
 
 def _without_runtime(rule: Callable[..., Any], context: Any, *values: Any, **how: Any):
@@ -283,7 +267,7 @@ def _without_runtime(rule: Callable[..., Any], context: Any, *values: Any, **how
 
 
 def _lower(
-    mesh: Mesh | AbstractMesh,
+    mesh: Mesh | AbstractMesh | None,
     context: Any,
     *values: ir.Value,
     call: ClosedJaxpr,
@@ -298,37 +282,31 @@ def _lower(
     manual = isinstance(around, mlir.SPMDAxisContext) and set(
         around.manual_axes
     ) == set(around.mesh.axis_names)
-    if manual or math.prod(mesh.shape.values()) == 1:
+    if manual or mesh is None or mesh.size == 1:
         inside = mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)
         return inside(context, *values)
-    results = [
-        ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype))
-        for a in _shapes(call.out_avals)
-    ]
+    results = [mlir.aval_to_ir_type(context.module_context, a) for a in call.out_avals]
     operands = [value.type for value in values]
     rule = _own_rule(mesh, sharding_rule, static_args, operands, results)
     platforms = tuple(context.module_context.platforms)
     bound = partial(partition, *static_args)
     new = PartitionedCall(call, bound, in_tree, out_tree, platforms)
-    what = str(call), partition, repr(static_args), in_tree, rule, platforms
-    key = (*what, *mesh.shape.items())
+    sizes = tuple(mesh.shape.items())
+    key = str(call), partition, repr(static_args), in_tree, rule, platforms, sizes
     if (found := _DESCRIBED.get(key)) is None:
         factors = factors_of_cudnn(partition, static_args, new.tensors)
         factors = factors or factors_of(rule, new.tensors)
         found = _DESCRIBED[key] = _described(new, factors, mesh)
-    made = ir.Operation.create(
-        "stablehlo.custom_call",
-        results=results,
-        operands=list(values),
-        attributes={
-            "call_target_name": ir.StringAttr.get(TARGET),
-            "has_side_effect": ir.BoolAttr.get(False),
-            "api_version": ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 2),
-            "called_computations": ir.ArrayAttr.get([]),
-            _CONFIG: ir.StringAttr.get(found.name),
-            shardy.RULE: ir.Attribute.parse(found.rule),
-        },
+    made = stablehlo.CustomCallOp(
+        results,
+        values,
+        TARGET,
+        has_side_effect=False,
+        api_version=mlir.i32_attr(2),
+        called_computations=ir.ArrayAttr.get([]),
+        backend_config=ir.StringAttr.get(found.name),
     )
+    made.attributes[shardy.RULE] = ir.Attribute.parse(found.rule)
     return list(made.results)
 
 
@@ -336,8 +314,8 @@ def _own_rule(
     mesh: Mesh | AbstractMesh,
     rule: Any,
     static_args: tuple[Any, ...],
-    operands: Sequence[ir.Type],
-    results: Sequence[ir.Type],
+    operands: list[ir.Type],
+    results: list[ir.Type],
 ) -> Rule | None:
     """Returns the rule of an op's ``sharding_rule``; None without one."""
     if callable(rule):
@@ -345,7 +323,9 @@ def _own_rule(
         rule, settings = rule if isinstance(rule, list | tuple) else (rule, {})
         if isinstance(rule, str):
             rule = jax_rules.str_to_sdy_sharding_rule(rule, **settings)
-    return None if rule is None else rule_of(_rule_in_mlir(rule, operands, results))
+    if rule is None:
+        return None
+    return rule_of(jax_rules.sdy_sharding_rule_to_mlir(rule, operands, results))
 
 
 def _described(
@@ -358,30 +338,22 @@ def _described(
             divides the factor, so that the result is equal for meshes of all sizes.
     """
     axis = next(name for name, size in mesh.shape.items() if size > 1)
-    kept: list[Factor] = []
-    refusals: list[str] = []
+    tried: dict[Factor, str | None] = {}
     for factor in factors:
         ways = next((n for n in range(2, factor.size + 1) if factor.size % n == 0), 0)
-        if not ways:
-            continue
-        sizes = tuple(ways if name == axis else 1 for name in mesh.shape)
-        shape = AbstractMesh(sizes, tuple(mesh.shape))
-        refusal = call.refusal(shape, dict.fromkeys(factor.places, (axis,)))
-        if refusal is None:
-            kept.append(factor)
-        else:
-            refusals.append(refusal)
-    refusals = [*dict.fromkeys(refusals)]
-    rule = str(_written(kept, call.tensors, call.count))
+        if ways:
+            sizes = tuple(ways if name == axis else 1 for name in mesh.shape)
+            shape = AbstractMesh(sizes, tuple(mesh.shape))
+            tried[factor] = call.refusal(shape, dict.fromkeys(factor.places, (axis,)))
+    kept = tuple(factor for factor, refusal in tried.items() if refusal is None)
+    refusals = tuple(dict.fromkeys(filter(None, tried.values())))
+    rule = str(_written(kept, call.tensors, call.in_tree.num_leaves))
     content, flops = _inside(call.whole, call.platforms)
     parts = content, rule, *refusals, call.in_tree, call.platforms
     digest = hashlib.sha256(repr([*map(str, parts)]).encode()).hexdigest()[:24]
     name = f"{_PREFIX}:{call.label}:{flops}:{digest}"
-    found = replace(
-        call, name=name, factors=tuple(kept), refusals=tuple(refusals), rule=rule
-    )
-    _CALLS[name] = found
-    return found
+    _CALLS[name] = replace(call, name=name, factors=kept, refusals=refusals, rule=rule)
+    return _CALLS[name]
 
 
 def _written(
@@ -391,23 +363,17 @@ def _written(
     sizes = [factor.size for factor in shared]
     of = {place: n for n, one in enumerate(shared) for place in one.places}
 
-    def factors(place: OpDim, whole: int) -> list[int]:
-        known = [of[place]] if place in of else []
-        rest = whole // sizes[of[place]] if known else whole
-        if known and rest == 1:
-            return known
-        sizes.append(rest)
-        return [*known, len(sizes) - 1]
-
-    mappings = [
-        sdy.TensorMappingAttr.get(
-            [
-                sdy.DimMappingAttr.get(factors((tensor, dim), whole))
-                for dim, whole in enumerate(aval.shape)
-            ]
-        )
-        for tensor, aval in enumerate(tensors)
-    ]
+    mappings = []
+    for tensor, aval in enumerate(tensors):
+        dims = []
+        for place in ((tensor, dim) for dim in range(len(aval.shape))):
+            known = [of[place]] if place in of else []
+            rest = aval.shape[place[1]] // math.prod(sizes[n] for n in known)
+            if rest > 1 or not known:
+                sizes.append(rest)
+                known.append(len(sizes) - 1)
+            dims.append(sdy.DimMappingAttr.get(known))
+        mappings.append(sdy.TensorMappingAttr.get(dims))
     return sdy.OpShardingRuleAttr.get(
         sizes,
         mappings[:count],
@@ -420,12 +386,8 @@ def _written(
 
 def _inside(call: ClosedJaxpr, platforms: tuple[str, ...]) -> tuple[str, int]:
     """Returns the digest of an op's computation on one device, and its FLOPs."""
-    run = jaxpr_as_fun(call)
-
-    def inside(*operands: jax.Array) -> Any:
-        return run(*operands)
-
-    traced = jax.jit(inside, keep_unused=True).trace(*_shapes(call.in_avals))
+    alone = jax.jit(jaxpr_as_fun(call), keep_unused=True)
+    traced = alone.trace(*_shapes(call.in_avals))
     module = shardy.stablehlo(traced.lower(lowering_platforms=platforms))
     shardy.normalise(module)
     program = read_program(module)
@@ -453,8 +415,7 @@ def bind(module: ir.Module, mesh: Mesh) -> None:
                 "are not in this process. Trace or plan the step here: its callbacks "
                 "are Python functions, which a program's text does not hold."
             )
-        devices = mesh.devices.flat
-        where = (tuple(mesh.shape.items()), [(d.platform, d.id) for d in devices])
+        where = tuple(mesh.shape.items()), [*mesh.devices.flat]
         digest = hashlib.sha256(repr(where).encode()).hexdigest()[:12]
         bound = f"{name}@{digest}"
         with module.context:
@@ -509,8 +470,8 @@ def spec_of(sharding: Any, mesh: Mesh) -> PartitionSpec:
 
 def _partition(call: PartitionedCall, mesh: Mesh, operands: Any, results: Any) -> Any:
     """Returns the per-device function of a call, as JAX's ``partition`` callback."""
-    given = call.axes(operands, results, lambda one: one.sharding)
-    if dims := _settled(call, mesh, given):
+    given = jax.tree.map(lambda one: one.sharding, (operands, results))
+    if dims := _settled(call, mesh, call.axes(*given)):
         return call.partitioned(mesh, dims)
 
     def alone(*trees: Any) -> Any:

@@ -114,7 +114,7 @@ class Leaf:
 
     @property
     def allowed(self) -> float:
-        """The allowed relative distance, at most `MOST_ALLOWED`."""
+        """Allowed `relative_l2`, by tolerance, change and rounding; at most 0.5."""
         share = min(1.0, CHANGE_MARGIN * self.change) or 1.0
         return min(max(self.tolerance * share, self._noise), MOST_ALLOWED)
 
@@ -188,7 +188,7 @@ class Differences(list[Leaf]):
 
 
 def compare(found: Any, expected: Any) -> Differences:
-    """Compares trees leaf by leaf; a NaN in only one of them gives distance infinity.
+    """Compares leaf by leaf; a NaN or infinity in one tree alone is infinitely far.
 
     Raises:
         ValueError: structures or shapes differ.
@@ -332,7 +332,7 @@ class Check:
 
     @cached_property
     def _noisy(self) -> CompiledStep:
-        """The step to repeat with other last bits."""
+        """Step to repeat for rounding: the plan's if `narrow`, else the reference."""
         perturbed = self.planned.perturbed
         return perturbed().compile() if perturbed else self.reference.step
 
@@ -350,7 +350,7 @@ class Check:
     def _rounded(
         self, expected: Any, changes: Mapping[str, float], tell: Callable[[str], None]
     ) -> tuple[dict[str, float], set[str]]:
-        """Returns (`Differences.rounded`, paths of leaves infinite in FP8 alone)."""
+        """Returns (`Differences.rounded`, paths of leaves not finite in FP8 alone)."""
         if (plain := self.reference.unrounded) is None:
             return {}, set()
         tell("running the step without FP8")
@@ -363,7 +363,7 @@ class Check:
         return dict(largest.values()), lost
 
     def _results(self, step: CompiledStep, change: Callable[[Any], Any]) -> Any:
-        """Runs a step with arguments changed by `change`, and returns its results."""
+        """Runs a step on arguments whose leaves `change` maps; returns its results."""
         shardings = iter(step.in_shardings)
         # One leaf at a time: a second copy of the state would split free memory, and
         # neither part may have room for the step.
@@ -373,7 +373,7 @@ class Check:
         return made if is_here else jax.tree.map(self._on_reference, made)
 
     def _on_reference(self, leaf: Any) -> jax.Array:
-        """The unsharded array on the reference's device, if that is a single one."""
+        """Moves an array whole to the reference's device, if that is a single one."""
         devices = self.reference.step.out_shardings[0].device_set
         if len(devices) > 1:
             return jnp.asarray(leaf)
@@ -382,7 +382,7 @@ class Check:
         return fetch(leaf, device) if is_array else jax.device_put(leaf, device)
 
     def _each(self, change: Callable[[Any], Any]) -> list[Any]:
-        """Applies a function to all leaves of the arguments that are not static."""
+        """Returns the arguments, with `change` applied to leaves of nonstatic ones."""
         static = {key for key, _ in self.reference.step.step.static}
         return [
             a if i in static else released(jax.tree.map(change, fixed(a)))

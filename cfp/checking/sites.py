@@ -63,10 +63,10 @@ class SiteCheck:
 def check_sites(
     context: PlanContext, program: Program, constraints: Constraints
 ) -> list[SiteCheck]:
-    """Compares results and gradients of a plan's replaced parts for random inputs.
+    """Compares each different replaced part, with its gradients, with the original.
 
-    Inputs have two scales; masks have few or most keys. Values that the program
-    computes from constants are kept.
+    Inputs are random, of two scales; masks have few or most keys. Values that the
+    program computes from constants are kept.
     """
     known: dict[str, SiteCheck] = {}
     for one in constraints.replaced:

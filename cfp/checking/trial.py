@@ -90,7 +90,7 @@ class Trial:
 
     @property
     def failures(self) -> list[tuple[int, Leaf]]:
-        """(step number from 0, leaf) whose distance exceeds the allowed one."""
+        """(step number from 0, leaf) of each step's `Differences.failures`."""
         steps = enumerate(self.steps)
         return [(number, x) for number, s in steps for x in s.comparison.failures]
 

@@ -113,7 +113,7 @@ class Model:
     Attributes:
       ends: parameters outside of layers, as a tree; a leaf has the logical names of the
         parameter's dims, such as "embed vocab".
-      layers: the same for each layer of a round, by name; the round repeats.
+      layers: parameters of each layer of a round, by name. Rounds repeat in the model.
       apply: function (config, params, batch) -> logits [batch, seq, vocab], and a
         penalty [] that is added to the loss.
       defaults: defaults that differ from `Config`'s, and the own options' defaults.
@@ -167,7 +167,7 @@ class Model:
         return config
 
     def param_names(self, config: Config) -> Params:
-        """Logical dim names, a PartitionSpec for each parameter in a tree like them."""
+        """Tree of the parameters, a PartitionSpec of logical dim names for each."""
         ends = {k: v for k, v in self.ends.items() if k != "head" or not config.tied}
         layers = _in_turn(config, self.layers)
         if config.scan:

@@ -60,7 +60,7 @@ def decoder_layer(
     second: str = "feed_forward_norm",
     feed_forward: Layer = lambda params, x: (inside("mlp", mlp, params, x), None),
 ) -> tuple[jax.Array, jax.Array | None]:
-    """A pre-norm decoder layer; `second` names the norm before the feed-forward."""
+    """A pre-norm decoder layer; `second` is the params' key of the second norm."""
     h = inside("attention_norm", norm, params, x)
     x = constrain(x + inside("attention", attend, params, h), RESIDUAL)
     y, penalty = feed_forward(params, inside(second, norm, params, x))
@@ -104,7 +104,7 @@ def encoder_layer(params: Params, x: jax.Array) -> tuple[jax.Array, None]:
 
 @jax.named_scope("BERT")
 def _bert(config: Config, params: Params, batch: Batch) -> Out:
-    """Logits of the original tokens at all positions."""
+    """Logits of the original tokens at all positions, and a penalty of 0."""
     x = inside("embedding", embed, params, batch["tokens"], config.dtype)
     x = x + inside("type_embedding", look_up, params, batch["types"]).astype(x.dtype)
     x = inside("embedding_norm", layer_norm, params, x)
@@ -164,7 +164,7 @@ FFN_MULTIPLE = 256
 
 
 def gated_ffn(hidden: int) -> int:
-    """Width 8 / 3 * hidden: a gated MLP has three kernels, for two at 4 * hidden."""
+    """Width 8 / 3 * hidden, rounded up to a multiple of `FFN_MULTIPLE`."""
     return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 
 

@@ -51,7 +51,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Analysis:
-    """Result of the analyze pass: blocks and state, and segments in order."""
+    """Result of the analyze pass: a frame of blocks and state, segments in order."""
 
     frame: Frame
     segments: tuple[Segment, ...]
@@ -65,10 +65,10 @@ class Analysis:
 
     @cached_property
     def representatives(self) -> tuple[int, ...]:
-        """Index of the measured segment of each kind.
+        """Indices of the measured segments, one for each kind, in order of kinds.
 
-        It is the second of three or more, since the first and the last of a stack have
-        other neighbours than the rest; otherwise the first.
+        Of three or more segments the second is measured, since the first and the last
+        of a stack have other neighbours than the rest; otherwise the first.
         """
         found: dict[int, list[int]] = {}
         for segment in self.segments:
@@ -80,7 +80,7 @@ class Analysis:
 
     @cached_property
     def passing(self) -> Mapping[Pair, list[int]]:
-        """{(maker, reader): ids of values that pass}; see `find_passing`."""
+        """{(maker, reader): ids of values} between segments; see `find_passing`."""
         return find_passing(self.frame, self.segments)
 
 
@@ -138,7 +138,7 @@ def build_frame(
 
 @searched_once
 def _blocks_and_state(program: Program) -> tuple[Any, ...]:
-    """Finds equal values, pairs, state and blocks, which do not depend on the mesh."""
+    """Returns `canonical`, `paired`, `groups`, `blocks` of `Frame`, for any mesh."""
     flow = Flow(program)
     paired = pair_outputs(flow)
     groups = find_storage(flow, paired)
@@ -157,11 +157,11 @@ def _blocks_and_state(program: Program) -> tuple[Any, ...]:
 
 
 def find_passing(frame: Frame, segments: Sequence[Segment]) -> Mapping[Pair, list[int]]:
-    """Returns {(maker, reader): ids of values} for pairs of segments.
+    """Returns {(maker, reader): ids of values that pass}, by indices of segments.
 
     An argument's maker is the segment that stores it, or else its first reader. Of
-    several readers of one kind, only the nearest on each side counts: they mostly
-    choose alike, and a compiler reshards a value to one sharding once.
+    several readers of one kind, the nearest before and the nearest behind the maker
+    count: they mostly choose alike, and a compiler reshards to one sharding once.
     """
     found: dict[Pair, list[int]] = {}
     place = {op: segment.index for segment in segments for op in segment.ops}
@@ -175,7 +175,7 @@ def find_passing(frame: Frame, segments: Sequence[Segment]) -> Mapping[Pair, lis
 def _made(
     frame: Frame, segments: Sequence[Segment], place: Mapping[int, int]
 ) -> Iterator[tuple[int, int]]:
-    """Yields (value id, segment that makes or stores it); scalars are left out."""
+    """Yields (value id, its maker's index), as in `find_passing`, but no scalars."""
     program = frame.program
     for segment in segments:
         for op_id in segment.ops:
@@ -207,7 +207,7 @@ def _readers(frame: Frame, place: Mapping[int, int], value: int) -> set[int]:
 def _nearest(
     segments: Sequence[Segment], maker: int, readers: Iterable[int]
 ) -> Iterator[int]:
-    """Yields the nearest reader of each kind on each side of the maker."""
+    """Yields the nearest readers of each kind before and behind the maker."""
     seen: set[tuple[bool, int]] = set()
     for reader in sorted(readers, key=lambda index: abs(index - maker)):
         mark = reader > maker, segments[reader].kind
@@ -220,7 +220,7 @@ def _nearest(
 def update_blocks(frame: Frame) -> set[int]:
     """Returns indices of blocks in the optimizer's update.
 
-    No product reads their results, which reach the returned state. The blocks read
+    They hold no product, none depends on them, and the returned state does. They read
     gradients, or combine gradients with values of the state alone (a weight's norm).
     """
     program, flow = frame.program, Flow(frame.program)
@@ -260,9 +260,9 @@ def resolve_pins(
 ) -> dict[int, Spec]:
     """Turns pins {pattern: sharding} into {argument position: sharding}.
 
-    A pattern is an argument's path, or a path's end after a ``/``, or a glob of either:
-    ``state/params/*/kernel``. A whole path matches that argument alone. If several
-    patterns match an argument, the last wins.
+    A pattern is an argument's path, a path's end after a ``/``, or a glob of either:
+    ``state/params/*/kernel``. NNX's ``/value`` at the end may be left out. A whole path
+    matches that argument alone. If several patterns match, the last wins.
 
     Raises:
         CfpError: a pattern matches no argument, or its sharding does not fit one.
@@ -284,7 +284,7 @@ def resolve_pins(
 
 
 def _like(name: str, pattern: str) -> str:
-    """Cuts a path to a glob's length and puts the wildcards in, as a suggestion."""
+    """Cuts a path to a glob's length, with its wildcards; no change without any."""
     parts = pattern.split("/")
     ends = name.removesuffix("/value").split("/")[-len(parts) :]
     if "*" not in pattern or len(ends) < len(parts):
@@ -335,9 +335,10 @@ HostState = Mapping[tuple[int, int], int]
 
 
 def movable_state(frame: Frame) -> HostState:
-    """Finds state of 1 MiB or more that only its update reads, the largest first.
+    """Returns {(argument, output): bytes} of state that only its update reads.
 
-    Constant state, and state that is in host memory already, is left out.
+    State of 1 MiB or more counts, the largest first. State that is returned unchanged,
+    or is in host memory already, is left out.
     """
     program, found = frame.program, dict[tuple[int, int], int]()
     for group in frame.groups:
@@ -360,8 +361,8 @@ def enough_state(frame: Frame, lacking_bytes: int) -> list[HostState]:
             by the number of devices.
 
     Returns:
-        The fewest of the largest states that free enough, and all movable state. One
-        set if both are equal; none without movable state.
+        The fewest of the largest states that free enough, and all movable state. Only
+        the latter if nothing less is enough; none without movable state.
     """
     every, ways = movable_state(frame), prod(size for _, size in frame.mesh)
     moved = accumulate(size // ways for size in every.values())
@@ -385,18 +386,18 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
     """Returns a step's FLOPs and batch as a plan's counts; {} without FLOPs.
 
     Args:
-        batch: {position of an argument that holds a batch: rank of its first dim}; see
-            `cfp.analysis.roles.data_arguments`.
+        batch: {position of an argument with a batch: 0 if its first dim has the
+            samples, else 1}; see `cfp.analysis.roles.data_arguments`.
 
     Returns:
         Unknown counts are absent.
         ``model_flops``: of one step, without the step's own rematerialization;
-        ``narrow_share``: part of them in 16 bits or FP8;
-        ``fp8_share``: part of them in FP8;
+        ``narrow_share``: share of them in 16 bits or FP8, 0 to 1;
+        ``fp8_share``: share of them in FP8, 0 to 1;
         ``fp8_saves_ms``: estimated time that FP8 saves on each device;
         ``devices_by_hand``: most devices of a region that the user sharded by hand;
         ``batch_samples``: samples of the batch;
-        ``batch_tokens``: table rows that integers of the batch look up, if more;
+        ``batch_tokens``: table rows that the batch looks up, if more than samples;
         ``uncounted_loops``: number of loops with products and of unknown length. One
         iteration of each counts.
     """
@@ -434,10 +435,7 @@ def _samples(program: Program, v: int, others: Set[tuple[int, ...]]) -> int:
     """Counts the samples in an argument of the batch: rows, or all microbatches' rows.
 
     A loop over microbatches carries no value with their rows; a loop over time steps
-    does.
-
-    Args:
-        others: shapes of values that are no data, such as sums of gradients.
+    does. Shapes of `others` (sums of gradients, say) do not count there.
     """
     first, *rest = program.shape(v)
     readers = [*Flow(program).readers(v)]
@@ -456,19 +454,19 @@ def _samples(program: Program, v: int, others: Set[tuple[int, ...]]) -> int:
 
 
 def uncounted_loops(program: Program) -> list[Op]:
-    """Returns loops of unknown length with products or other long work in them."""
+    """Returns loops of unknown length with long work in them: see `_is_long`."""
     return [op for op in program.ops if op.uncounted and _is_long(program, op)]
 
 
 def long_branches(program: Program) -> list[Op]:
-    """Returns branches with products, or other long work such as a factorization."""
+    """Returns ``case`` and ``if`` ops with long work in them: see `_is_long`."""
     return [
         op for op in program.ops if op.kind in ("case", "if") and _is_long(program, op)
     ]
 
 
 def _is_long(program: Program, op: Op) -> bool:
-    """True if an op's regions have more than elementwise work and reductions."""
+    """True if an op's regions hold a product, solve, FFT, sort or custom call."""
     return any(
         is_contraction(one) or call_flops(one) > 0 or one.kind in _LONG
         for one in map(program.ops.__getitem__, op.body)
@@ -509,7 +507,7 @@ def _looked_up(
 
 
 def _share(program: Program, dtypes: Collection[str]) -> float:
-    """Returns the share of FLOPs, 0 to 1, in contractions of these operand types."""
+    """Returns the share of contractions' FLOPs, 0 to 1, of these operand types."""
     total = meant = 0.0
     for op in program.ops:
         if op.manual is not None:
@@ -577,7 +575,7 @@ def model_flops(program: Program, op: Op) -> int:
 
 
 def _group_dims(program: Program, value: int) -> list[int]:
-    """Dims of a masked value along which each group of a ragged product has a copy."""
+    """Returns a masked operand's dims that count a ragged product's groups, or []."""
     op, transposes = _behind(program, value, _SAME)
     if op is None or op.kind != "select" or not program.is_leaf(op.operands[2]):
         return []
@@ -591,7 +589,7 @@ def _group_dims(program: Program, value: int) -> list[int]:
 
 
 def _bound_dims(program: Program, value: int) -> list[int]:
-    """Returns the dims of the bounds, if a value compares bounds with constants."""
+    """Returns the bounds' own dims if a value compares them with constants; or []."""
     op = program.maker(value)
     if op is None or op.kind != "compare":
         return []
@@ -604,7 +602,7 @@ def _bound_dims(program: Program, value: int) -> list[int]:
 
 
 def _fresh_dims(program: Program, value: int) -> list[int]:
-    """Returns the dims along which a value is broadcast."""
+    """Returns the dims that a broadcast adds, numbered as in the value; or []."""
     op, transposes = _behind(program, value, ())
     if op is None or op.kind != "broadcast_in_dim":
         return []
@@ -628,7 +626,7 @@ def _behind(
 
 
 def _transposed(dims: list[int], transposes: list[Op]) -> list[int]:
-    """Maps dims through transposes, of which the list has the last first."""
+    """Returns the dims' places behind the transposes, listed last first."""
     for op in reversed(transposes):
         dims = [n for n, dim in enumerate(op.integers("permutation")) if dim in dims]
     return dims

@@ -30,7 +30,7 @@ _FAR = -(2**60)
 
 
 class _Labels:
-    """Finds each op's label: its block's index, or -1. An anchor is a first member."""
+    """Finds each op's label: its block's index in `members`, or -1."""
 
     def __init__(
         self, flow: Flow, members: list[list[Member]], update_ops: Set[int]
@@ -96,12 +96,12 @@ class _Labels:
         )
 
     def _may_hold(self, op: int, block: int) -> bool:
-        """True if an op may have this label: in a loop, only of contractions there."""
+        """False for -1; in a loop with contractions, True for their blocks alone."""
         held = self.held.get(self.program.top_level(op))
         return block != NONE and (held is None or block in held)
 
     def _upstream(self) -> tuple[list[int], list[bool]]:
-        """Returns by op id: block of the latest anchor upstream; True if backward.
+        """Returns two lists by op id: latest anchor's block, or -1; True if backward.
 
         A value's time is the rank of the latest anchor upstream. Inside a loop, times
         from the previous iteration are shifted below all times of this iteration. Times
@@ -177,7 +177,7 @@ class _Labels:
             times[entry] = around % count - count
 
     def _fill(self, labels: list[int], directions: tuple[bool, ...]) -> None:
-        """Gives ops without a label that of their largest neighbour, in place.
+        """Labels unlabelled ops like the neighbour at their largest value, in place.
 
         Args:
             directions: for each pass, True to look at operands, in program order; False
@@ -199,7 +199,7 @@ class _Labels:
                     labels[op.id] = max(near)[1]
 
     def _reattach(self, labels: list[int]) -> None:
-        """Gives ops without a dim of their block (masks) their neighbours' labels."""
+        """Relabels ops that share no dim with their block (masks), like neighbours."""
         before = list(labels)
         ops = self._by_block(labels)
         for label, members in enumerate(self.members):
@@ -309,7 +309,7 @@ class _Labels:
         block: int,
         labels: list[int],
     ) -> bool:
-        """Moves candidates to a block that has all their dims; True if any moved."""
+        """Moves each candidate whose dims the block has; True if any moved."""
         held = [op for op in candidates if self._may_hold(op, block)]
         joined = [*ops[block], *held]
         lacking = self._lacking(joined, self.members[block], held)
@@ -322,7 +322,7 @@ class _Labels:
     def _lacking(
         self, ops: list[int], members: list[Member], asked: list[int]
     ) -> dict[int, tuple[Set[int], bool]]:
-        """Returns {op: (factors that contractions lack, True if they have others)}."""
+        """Returns {op: (its factors that no member shares, True if one is shared)}."""
         classes = DimClasses(
             self.program, ops, tuple(members), self.flow.canonical, axis_size=1
         )
@@ -356,10 +356,10 @@ _MIN_ELEMENTS = 64
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A ParallelBlock: ops that follow the sharding of one contraction, the anchor.
+    """A ParallelBlock: ops that follow the sharding of one, the anchor.
 
     Attributes:
-        members: the contractions, the anchor first.
+        members: its contractions, the anchor first; without any, the largest op alone.
         ops: ids of all ops, contractions included, in program order.
         name: place in the user's model; see :mod:`cfp.analysis.flow`.
         weight: index of the anchor's only operand from a parameter; -1 for none or two.
@@ -408,7 +408,7 @@ def find_blocks(
 def _extra_anchors(
     flow: Flow, labels: list[int], update_ops: Set[int]
 ) -> list[list[Member]]:
-    """Returns an anchor for each part without contractions: the largest result's op."""
+    """Returns members of new blocks: the largest op of each part without a label."""
     program = flow.program
     apart = update_ops | program.leaf_ops
     rest = {

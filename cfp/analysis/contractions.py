@@ -84,7 +84,7 @@ def _differentiated_later(op: Op) -> bool:
 
 
 def find_members(program: Program, numbers: Numbers) -> list[list[Member]]:
-    """Groups contractions into blocks: members of each, the anchor first."""
+    """Returns for each block its contractions (members), the anchor first."""
     return _Finder(program, numbers).run()
 
 
@@ -131,7 +131,7 @@ class _Finder:
         return self.blocks
 
     def _spreads(self, op: Op) -> bool:
-        """True for a forward gather with new dims, and a result as large as its table.
+        """True for a forward gather that adds dims and is as large as its table.
 
         With new dims sharded, the compiler gathers the table, which costs less than to
         reduce the result. A loss that picks few scores is cheaper to reduce.
@@ -153,7 +153,7 @@ class _Finder:
             self.by_operand.setdefault(base, []).append((block, index))
 
     def _view(self, value: int) -> tuple[int, Permutation]:
-        """Returns the number of the tensor that a value views, and the dims' order."""
+        """Returns the number of the viewed tensor, or its own, and the dims' order."""
         number = self.numbers[value]
         rank = len(squeeze(self.program.shape(value)))
         return self.numbers.views.get(number, (number, tuple(range(rank))))
@@ -170,7 +170,7 @@ class _Finder:
         return value
 
     def _candidates(self, op: Op, moved: bool = False) -> Candidates:
-        """Returns blocks that a contraction may be derived from.
+        """Returns (block, member) pairs of blocks that an op may be derived from.
 
         Args:
             moved: vmap may have moved dims of the cotangent.
@@ -211,7 +211,7 @@ class _Finder:
         return None
 
     def _sharing(self, op: Op, index: int) -> list[int]:
-        """Returns an operand's factors, in the order of dims of the viewed tensor."""
+        """Returns an operand's major factors, in the order of the viewed tensor."""
         factors = _factors(op.known_rule, op.known_rule.operands[index])
         _, order = self._view(self._read(op, index))
         if len(order) != len(factors):
@@ -219,12 +219,14 @@ class _Finder:
         return [f for _, f in sorted(zip(order, factors, strict=True))]
 
     def _fits(self, found: dict[int, int], op: Op, anchor: Op, index: int) -> bool:
-        """True if the result has the factors of the anchor's other operand."""
+        """True if the result has the factors of the anchor's other operand.
+
+        Scatters and convolutions count as True: the sizes of their windows change.
+        """
         rule, base = op.known_rule, anchor.known_rule
         other = base.operands[1 - index]
         produced = _factors(rule, rule.results[0])
         if op.kind in ("scatter", "convolution"):
-            # The sizes of window factors change.
             more = dict(found)
             if _align(more, rule, produced, base, _factors(base, other)):
                 found.update(more)
@@ -260,7 +262,7 @@ class _Finder:
 
 
 def _made_by_contractions(program: Program) -> list[bool]:
-    """Returns by value id True if a contraction is upstream."""
+    """Returns a list by value id: True if a contraction is upstream."""
     made = [False] * len(program.values)
     for op in program.ops:
         for v in op.reads:
@@ -273,7 +275,7 @@ def _made_by_contractions(program: Program) -> list[bool]:
 
 
 def _factors(rule: Rule, dims: Dims) -> list[int]:
-    """Returns the major factor of each dim that is larger than 1 and not closed."""
+    """Returns the dims' major factors, except closed ones and dims of size 1."""
     majors = (rule.major(dim) for dim in dims)
     return [f for f in majors if f is not None and f not in rule.closed]
 
@@ -289,7 +291,7 @@ def _in_order(found: dict[int, int], mine: list[int], theirs: list[int]) -> list
 def _align(
     found: dict[int, int], rule: Rule, mine: list[int], base: Rule, theirs: list[int]
 ) -> bool:
-    """Adds pairs of factors to a map; False for other sizes or a contradiction."""
+    """Adds pairs to a map; False if lengths, sizes or known pairs contradict."""
     if len(mine) != len(theirs):
         return False
     for factor, other in zip(mine, theirs, strict=True):
@@ -326,9 +328,9 @@ def form_of(
     ops: Iterable[int],
     values: Iterable[int] = (),
 ) -> Hashable:
-    """Returns a key that is equal for ops, in order, with the same classes of dims.
+    """Returns a key that is equal for ops of equal rules, connected in the same way.
 
-    Equal layers have equal keys, and so do their n-th values among `values`.
+    Equal layers have equal keys. A key includes the places of `values` in the layer.
     """
     places: dict[int, int] = {}
 
@@ -345,7 +347,7 @@ def form_of(
 
 
 class DimClasses:
-    """Classes of dims over a set of ops, for one axis size.
+    """Classes of dims that some ops shard together, for one axis size.
 
     A dim is a pair (value id, dim number). `canonical` maps values that are one tensor,
     carried by a loop, to one of them.
@@ -424,7 +426,7 @@ _PURE = frozenset({"constant", "iota"})
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers of a program's values: values that are provably equal have equal ones.
+    """Numbers of values: equal ones prove tensors equal, up to dtype and unit dims.
 
     Attributes:
         of: a number for each value id.
@@ -440,7 +442,7 @@ class Numbers:
 
 
 def number_values(program: Program) -> Numbers:
-    """Numbers values; values that are equal by construction get equal numbers."""
+    """Gives equal numbers to tensors equal by construction, as `Numbers` says."""
     return _Numbering(program).run()
 
 
@@ -489,7 +491,7 @@ class _Numbering:
         return found
 
     def _bind(self, value: int, invariant: set[int]) -> int:
-        """Returns a value's number; an invariant body argument has its initial one."""
+        """Returns a value's number; an invariant argument has its initial value's."""
         if self.numbers[value] < 0:
             origin = self.program.values[value].origin
             known = value in invariant
@@ -595,7 +597,7 @@ class _Numbering:
         return found
 
     def _number_regions(self, op: Op) -> None:
-        """Numbers a loop or branch with its body, like an earlier equal one."""
+        """Numbers the values of a loop or branch, as those of an earlier equal one."""
         form = self._form(op)
         before = op if form is None else self.regions.setdefault(form, op)
         if before is not op:
@@ -615,7 +617,7 @@ class _Numbering:
         return [v for o in self._with_body(op) for v in (*o.entries, *o.results)]
 
     def _form(self, op: Op) -> tuple | None:
-        """Returns a key that equal loops or branches share; None with opaque ops."""
+        """Returns a key that equal loops or branches share; None if it is uncertain."""
         inside = self._with_body(op)
         users = self.program.users
         unread = Counter(
@@ -641,7 +643,7 @@ class _Numbering:
         )
 
     def _number_branches(self, op: Op) -> None:
-        """Gives a result the number of its only non-constant case; or a fresh one."""
+        """Gives results the one number of their non-constant cases, or a fresh one."""
         program = self.program
         for place, result in enumerate(op.results):
             found = {
@@ -666,7 +668,7 @@ class _Numbering:
 
 
 def _is_opaque(op: Op) -> bool:
-    """True for random numbers, and ops without a rule except constants and loops."""
+    """True for ``rng``, and for ops without rule or regions that are no constants."""
     unknown = op.rule is None and op.kind not in _PURE and not op.has_regions
     return op.kind == "rng" or unknown
 
@@ -706,7 +708,7 @@ class UnionFind:
         return root
 
     def union(self, a: Hashable, b: Hashable) -> None:
-        """Joins the sets of two items, with the representative of the second's."""
+        """Joins the sets of two items; the second's representative stays."""
         a, b = self.find(a), self.find(b)
         if a != b:
             self._parent[a] = b

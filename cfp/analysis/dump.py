@@ -129,7 +129,7 @@ def opaque_ops(program: Program) -> list[Op]:
 
 
 def opaque_lines(program: Program) -> Iterator[str]:
-    """Yields the opaque ops' number, then each with its runs, result bytes, source."""
+    """Yields the count of opaque ops, then a line each: runs, result bytes, source."""
     found = opaque_ops(program)
     yield f"{len(found)} ops have no sharding rule and run replicated"
     for op in found:
@@ -170,7 +170,7 @@ def op_strategies(frame: Frame, block: Block, member: Member) -> list[Strategy]:
 
 
 def plan_numbers(frame: Frame, block: Block, member: Member) -> list[int]:
-    """Returns for each strategy of a block the index into `op_strategies`."""
+    """Returns for each strategy of a block its index in a member's `op_strategies`."""
     strategies = block_strategies(frame.program, block, frame.mesh)
     if not member.derived:
         return list(range(len(strategies)))
@@ -215,7 +215,7 @@ def op_line(program: Program, op: Op, *, typed: bool = False) -> str:
 
 
 def value_name(program: Program, value: int) -> str:
-    """Returns an argument's path, ``carried.ID`` in a loop's body, or the op's name."""
+    """Returns an argument's path, ``carried.ID`` in a loop, or its op's ``KIND.ID``."""
     if (op := program.maker(value)) is not None:
         place = op.results.index(value)
         return f"{op.kind}.{op.id}" + (f"#{place}" if place else "")

@@ -53,7 +53,7 @@ class Flow:
         return found
 
     def sources(self, value: int) -> tuple[int, ...]:
-        """Returns the values that a loop, branch or barrier passes on as this one.
+        """Returns the values that a loop, branch or barrier passes on as this, or ().
 
         A loop's result and its body's argument are the initial and the yielded value; a
         branch's result is each branch's value; a barrier's result is its operand.
@@ -106,7 +106,7 @@ class Flow:
     def made_of(
         self, values: Iterable[int], follows: Callable[[Op], bool]
     ) -> Iterator[int]:
-        """Yields values, and results of ops that `follows` accepts, transitively."""
+        """Yields values, and transitively results of readers that `follows` accepts."""
 
         def further(v: int) -> Iterator[int]:
             for user, index in self.program.users[v]:
@@ -119,7 +119,7 @@ class Flow:
 
     @cached_property
     def canonical(self) -> dict[int, int]:
-        """Maps a loop's four values of one tensor, and the like, to one of them."""
+        """Maps values that loops, branches and barriers pass on to one of them each."""
         parent: dict[int, int] = {}
 
         def find(v: int) -> int:
@@ -204,7 +204,7 @@ def first_downstream(
 
 
 def _around(flow: Flow, loop: Op, place: int, before: list[Key], ends: Set[int]) -> Key:
-    """Returns the key of a value yielded by a loop, in the next iteration."""
+    """Returns a yielded value's key in the next iteration: see `first_downstream`."""
     if loop.kind != "while":
         return NEVER
     entries = loop.entered(place)
@@ -257,7 +257,7 @@ def block_names(
 
 
 def scope_path(scope: str) -> str:
-    """The user's part of a name stack: ``jit(f)/jvp(Net)/a/b/dot`` gives ``a/b``."""
+    """The user's part of a name stack: ``Net/a`` of ``jit(f)/jvp(Net)/a/dot``."""
     return "/".join(_user_parts(scope)) or _split_scope(scope)[-1]
 
 
@@ -316,7 +316,7 @@ def weight_place(flow: Flow, op: Op, parameters: Set[int]) -> int:
 
 
 def _origin(flow: Flow, value: int) -> int:
-    """Follows a value back through views, slices, casts and scalar factors."""
+    """Returns the value before views, slices, casts, scalar factors and loops."""
     while True:
         if sources := flow.sources(value):
             value = sources[0]

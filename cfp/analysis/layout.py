@@ -94,7 +94,7 @@ class Frame:
     def stored_specs(
         self, group: StorageGroup, mode: Storage, wanted: Spec | None
     ) -> tuple[Spec, Spec]:
-        """Returns a parameter's shardings: (as blocks use it, as sharded state).
+        """Returns a parameter's shardings: (as blocks use it, as state in this mode).
 
         Args:
             wanted: sharding in which the first block reads it; None if replicated.
@@ -225,7 +225,7 @@ class Layout:
         return tuple(map(self.output_spec, range(len(self.frame.program.outputs))))
 
     def output_spec(self, place: int) -> Spec:
-        """Returns an output's sharding: its argument's, if it is a new value."""
+        """Returns an output's sharding: for new state, that of its argument."""
         if (position := self.frame.renewed.get(place)) is not None:
             return self.arg_spec(position)
         value = self.frame.program.outputs[place]
@@ -243,7 +243,7 @@ class Layout:
     def stored_specs(
         self, group: StorageGroup, mode: Storage
     ) -> tuple[Spec, dict[int, Spec]]:
-        """Returns a group's sharding when sharded, and {argument: its sharding}."""
+        """Returns the mode's sharding of state, and {argument position: sharding}."""
         first, pins = group.args[0], self.frame.pins
         wanted = self.read_spec(self.frame.program.args[first])
         used, wide = self.frame.stored_specs(group, mode, wanted)

@@ -100,7 +100,7 @@ def _is_replicated(frame: Frame, choice: Choice) -> bool:
 def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
     """Returns the choice for one role per mesh axis, and one storage for all state.
 
-    In a step without an update, parameters are stored as used.
+    A storage equal to an earlier mode for this state becomes that mode.
     """
     storage = frame.effective(storage, frame.groups)
     axes = zip(frame.mesh, roles, strict=True)
@@ -163,7 +163,7 @@ def activations(frame: Frame) -> Mapping[int, Spec]:
 
 
 def data_parallel(frame: Frame) -> Choice:
-    """Returns the choice with the batch on every mesh axis; without a batch, whole."""
+    """Returns the choice that shards the batch, if any, over all mesh axes."""
     return preset(frame, ("data",) * len(frame.mesh), Storage.USED)
 
 
@@ -230,7 +230,7 @@ def _read_back(frame: Frame, block: Block, specs: Mapping[int, Spec]) -> Strateg
 
 
 def _factors(rule: Rule, dims: Dims, spec: Spec, axis: str) -> list[int]:
-    """Returns the major factors of the dims of a tensor that an axis shards."""
+    """Returns the major factors of the dims that an axis shards under a spec."""
     majors = (
         rule.major(factors)
         for factors, names in zip(dims, spec, strict=False)

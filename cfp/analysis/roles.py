@@ -130,7 +130,7 @@ def _drawn_rows(frame: Frame, dim: int) -> dict[int, int]:
 
 
 def _settled(frame: Frame, role: str, size: int, marks: Mapping[int, Ranks]) -> _Walk:
-    """Repeats the walk with its carried and joining marks until they are stable."""
+    """Walks again with the marks of `carried` and `joining` until none is new."""
     known: Mapping[int, Ranks] = {}
     while True:
         walk = _Walk(frame, role, size, _together(marks, known))
@@ -150,7 +150,7 @@ def _has_experts(frame: Frame) -> bool:
 
 
 def _together(*many: Mapping[int, Ranks]) -> dict[int, Ranks]:
-    """Merges marks; each dim has its lowest rank."""
+    """Merges marks, {value: {dim: rank}}; each dim has its lowest rank."""
     found: dict[int, dict[int, int]] = {}
     for marks in many:
         for value, ranks in marks.items():
@@ -240,7 +240,7 @@ class _Walk:
         return {v: ranks for v, ranks in self.marked.items() if v in carried}
 
     def joining(self) -> dict[int, Ranks]:
-        """Returns marks for unmarked computed values that ops combine with rows."""
+        """Returns marks, of rank 0, for unmarked operands that have a result's rows."""
         program = self.program
         computed = self.computed
         found: dict[int, Ranks] = {}
@@ -399,7 +399,7 @@ class _Walk:
         return wishes
 
     def _common_factor(self, op: Op, rule: Rule, kept: list[int]) -> int:
-        """Returns the factor that splits a contraction without weights; -1 for any.
+        """Returns the factor that splits a contraction without weights; -1 if none.
 
         It is a marked batch factor that the axis splits alone or with a minor one.
         Otherwise, if one operand may stay whole, it is a marked factor of the other in
@@ -429,7 +429,7 @@ class _Walk:
         return next(firm, NONE) if any(gives_way) else NONE
 
     def _note_unfit(self, op: Op, rule: Rule, factor: int) -> None:
-        """Adds the anchors in `by_minor` of operands that arrive without the factor."""
+        """Adds to `unfit` the `by_minor` anchors of operands without the factor."""
         for index, value in enumerate(op.operands):
             if factor not in self._arriving(op, rule, index):
                 self.unfit |= self._makers(value) & self.by_minor
@@ -603,13 +603,13 @@ def _handed_back(frame: Frame) -> set[int]:
 
 
 def is_key(value: Value) -> bool:
-    """True if a value has the type of random keys, as numbers."""
+    """True for uint32 values with a last dim of 2 or 4, like raw random keys."""
     return value.dtype == "ui32" and value.shape[-1:] in _KEY_SIZES
 
 
 @searched_once
 def made_of_parameters(frame: Frame) -> list[bool]:
-    """Returns by value id True if made of parameters alone, or of them and scalars.
+    """Returns a list by value id: True if made of parameters, or of them and scalars.
 
     Scalars may be unknown before the step runs, such as scales of quantized weights.
     """

@@ -89,8 +89,8 @@ def find_segments(frame: Frame) -> tuple[Segment, ...]:
 def open_loops(frame: Frame) -> Frame:
     """Returns the frame with loops opened whose bodies consist of several segments.
 
-    A loop over microbatches, with forward and backward passes of all layers, is opened.
-    A scan over layers is not: each of its two loops has one pass.
+    Ops of an opened loop count as top-level. A loop over microbatches, with both passes
+    of all layers, is opened. A scan over layers is not: its loops have one pass each.
     """
     count = len(find_segments(frame))
     tried: set[int] = set()
@@ -139,7 +139,7 @@ def _units(frame: Frame) -> list[list[int]]:
 
 
 def _is_loop(frame: Frame, unit: list[int]) -> bool:
-    """True if a closed loop repeats contractions of a unit."""
+    """True if a loop that is not opened repeats contractions of a unit."""
     program = frame.program
     return any(
         program.ops[m.op].repeat > program.turns(m.op)
@@ -260,7 +260,6 @@ class _Cutter:
 
 
 def _kinds(marks: Sequence[Hashable], cuts: list[tuple[int, int]]) -> int:
-    """Counts kinds of segments."""
     return len({tuple(marks[low:high]) for low, high in cuts})
 
 
@@ -319,7 +318,7 @@ def _restart(
 
 
 def group_readers(frame: Frame) -> list[set[int]]:
-    """Returns for each storage group the blocks of its readers, or else gradients."""
+    """Returns the blocks that read each storage group, or else make its gradients."""
     program, flow = frame.program, Flow(frame.program)
     readers = []
     for group in frame.groups:

@@ -382,7 +382,7 @@ def _carried_dims(op: Op, dims: tuple[int | None, ...]) -> tuple[int | None, ...
 
 
 def is_gradient(program: Program, value: int, ends: Set[int] = frozenset()) -> bool:
-    """True if a backward pass's op makes a value, with no product in between.
+    """True if a value comes from an op of a backward pass, through no product.
 
     Args:
         ends: ids of values that are not followed upstream.
@@ -472,7 +472,7 @@ def spec_ways(spec: Spec, mesh: Mesh) -> int:
 
 
 def even_spec(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> Spec:
-    """Removes axes that do not divide their dim, as arguments need them to."""
+    """Removes each dim's axes from the first that does not divide it, for arguments."""
     sizes = dict(mesh)
     dims = []
     for size, names in zip(shape, spec, strict=True):

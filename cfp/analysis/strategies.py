@@ -30,7 +30,7 @@ FactorAxes = tuple[tuple[str, ...], ...]  # for each factor the axes that split 
 
 @dataclass(frozen=True, slots=True, order=True)
 class AxisChoice:
-    """Choice of one mesh axis in a block: factors of the anchor, -1 for none."""
+    """An axis's factors of the anchor: `inner` is split, `exit` scattered to; or -1."""
 
     inner: int = NONE
     exit: int = NONE

@@ -131,8 +131,8 @@ def attention(
       mesh: the devices; None for one device.
       strategy: a role for axes of the mesh, such as ``{"x": "ring"}``, or the role
         alone if the mesh has one axis; `cfp.attention_options` lists them.
-      implementation: "xla", "chunked" or "cudnn"; by default "cudnn" if possible, else
-        "chunked", and "xla" on CPUs.
+      implementation: by default the first of "cudnn", "chunked" and "xla" that can
+        compute it; on CPUs "xla".
       zigzag_tokens: True if tokens are in zigzag order already (`cfp.kernels.ring`).
         Otherwise a zigzag strategy converts them here and back, which takes time.
 
@@ -232,7 +232,7 @@ def _fit(problem: AttentionProblem, strategy: AttentionStrategy) -> HeadFit:
 
 
 def _pads_keys(problem: AttentionProblem, strategy: AttentionStrategy) -> bool:
-    """True if added keys need a mask: a causal mask already hides them."""
+    """True if keys are padded, and no causal mask hides the added ones anyway."""
     return not problem.causal and problem.keys % strategy.token_multiple > 0
 
 
@@ -258,7 +258,7 @@ class _Choice:
       problem: the whole problem, of all devices.
       mesh: None for one device.
       heads: padding of heads.
-      converts: True if tokens in natural order need conversion to zigzag order.
+      converts: True if tokens are in natural order, which a zigzag strategy converts.
     """
 
     problem: AttentionProblem
@@ -363,7 +363,7 @@ class _Choice:
 
 
 def _exchanged(x: Array, axis: str, *, to_heads: bool) -> Array:
-    """All-to-all from sharded tokens to sharded heads, or back."""
+    """Exchanges by all-to-all: from sharded tokens to sharded heads, or back."""
     split, joined = (2, 1) if to_heads else (1, 2)
     return jax.lax.all_to_all(x, axis, split_axis=split, concat_axis=joined, tiled=True)
 

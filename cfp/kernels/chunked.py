@@ -30,7 +30,7 @@ _Arrays = tuple[Array, ...]
 
 
 def refusal(problem: AttentionProblem, platform: str) -> str | None:
-    """Reason why the kernel does not compute a problem, or None: it takes no bias."""
+    """Reason against a problem with a bias, or None: it computes all others."""
     if problem.bias:
         return "it supports no bias or mask [queries, keys], as large as the scores"
     return None
@@ -39,7 +39,7 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
 def whole(
     q: Array, k: Array, v: Array, scores: Scores, mask: Mask, bias: Array | None = None
 ) -> Array:
-    """Computes attention in the dtype of q; differentiable, by `gradients`."""
+    """Computes attention without a bias in q's dtype; differentiable by `gradients`."""
     assert bias is None, "refused before"
     return _whole(q, k, v, scores, mask)
 
@@ -155,7 +155,7 @@ def _if_met(mask: Mask, meet, so_far: _Arrays) -> _Arrays:
 def _even(
     mask: Mask, by_query: _Arrays, by_key: _Arrays
 ) -> tuple[Mask, list[Array], list[Array]]:
-    """Pads queries and keys to whole chunks; added keys are masked."""
+    """Pads queries and keys beyond one chunk to whole chunks; masks added keys."""
     queries, keys = by_query[0].shape[1], by_key[0].shape[1]
     more_q, more_k = _missing(queries), _missing(keys)
     query = positions_of(mask.query_positions, queries)

@@ -135,7 +135,7 @@ class Steps:
         return tuple(found)
 
     def _give(self, node: Node, places: _Places) -> int:
-        """Registers a step, and identifies its dims among all readers."""
+        """Returns a step's number, and unites its dims with those of other readers."""
         self._nodes[number := self.values.number(node)] = node
         known = self._places.setdefault(number, places)
         for one, other in zip(known, places, strict=True):
@@ -151,7 +151,7 @@ class Steps:
         return tuple(found)
 
     def _named(self) -> dict[object, str]:
-        """Names the dims of scores: batch or heads, queries, keys."""
+        """Returns {dim's id: letter} of the scores: batch or heads, queries, keys."""
         region, names = self.region, dict[object, str]()
         made = [self._places[n] for n, op in self._order.items() if op is region.scores]
         for places in zip(*made, strict=True):
@@ -238,7 +238,7 @@ class Steps:
         return Step(op, tuple(args), letters, sums)
 
     def _key(self, read: _Reader) -> Key:
-        """Key of an operand of a contraction, or of a side, which is registered."""
+        """Key (number, letters) of a contraction's operand or a side, registered."""
         op, index, node, places = read
         if op.kind == "dot_general":
             return self._root(node, self._tensor(op, index, places))
@@ -258,7 +258,7 @@ class Steps:
         return Tensor(v, (op.id, index), letters)
 
     def reads_of(self, op: Op, index: int, letters: Letters) -> list[Tensor]:
-        """Uses of an operand, and of smaller values that it broadcasts, in one body."""
+        """An operand, then the values that views make it from in the op's loop body."""
         found, parent = list[Tensor](), op.parent
         while op.parent == parent:
             v = op.operands[index]
@@ -273,7 +273,7 @@ class Steps:
     # -- operands before views ---------------------------------------------------------
 
     def _root(self, node: Node, tensor: Tensor) -> Key:
-        """Key of a contraction's operand, before views of it."""
+        """Key (number, letters) of the value that views make an operand from."""
         found, own = self._stripped(node, tensor.letters, VIEWS)
         return self.values.number(found), tuple(x for x in own if x)
 
@@ -333,14 +333,14 @@ class Steps:
         raise Different(f"{where(self._order[number])} sums weights in another way")
 
     def _made_of(self, *numbers: int) -> set[int]:
-        """The given steps, and all steps that they depend on."""
+        """Numbers of the given steps, and of all steps that they depend on."""
         return {*reached(numbers, self._steps_of)}
 
     def _steps_of(self, number: int) -> list[int]:
         return [arg for arg in self._args[number] if isinstance(arg, int)]
 
     def _pass(self, sinks: Mapping[str, int]) -> Core:
-        """A pass from the steps that make its results, by name."""
+        """The pass that makes these results, {name: step's number}."""
         numbers = self._made_of(*sinks.values())
         steps = {n: step for n, step in self.found.items() if n in numbers}
         dots = [n for n in steps if steps[n].op.kind == "dot_general"]
@@ -411,7 +411,7 @@ class Core:
         made: dict[Arg, Any] = dict(known)
 
         def rounded(x: Any, v: int) -> Any:
-            """Rounds an array to a value's dtype, in float64."""
+            """Rounds an array to a value's dtype, and back to float64, if `cast`."""
             dtype = numpy_dtype(self.every.program.values[v].dtype)
             return np.asarray(x).astype(dtype).astype(np.float64) if cast else x
 
@@ -429,7 +429,7 @@ class Core:
 
 
 def contracted(x: Any, y: Any, kept: Collection[str]) -> Any:
-    """Sum of products over all letters except `kept` and draws."""
+    """Product of two arrays, summed over all dims but draws and those of `kept`."""
     sizes = np.broadcast_shapes(x.shape, y.shape)
     out = [d for d, a in enumerate(ORDER) if d == 0 or (a in kept and sizes[d] > 1)]
     terms: list[Any] = []

@@ -115,7 +115,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class PassShapes:
-    """Shapes of a pass's operands and results.
+    """Shapes, dtypes and letters of dims of a pass's operands and results.
 
     Attributes:
         reads: q, k, v, masks and biases; in a backward pass then the output's gradient.
@@ -237,7 +237,7 @@ class AttentionFunctions:
 
 
 def shown(masks: Sequence[Any], visible: Iterable[tuple[float, ...]]) -> Any:
-    """Boolean array, True where the masks have one of the visible states."""
+    """Boolean array, True where the masks' states are a combination in `visible`."""
 
     def has(x: Any, state: float) -> Any:
         if x.dtype == bool:
@@ -367,7 +367,7 @@ def _filled(
 
 
 def _widened(x: Array, features: int) -> Array:
-    """Pads the last dim with zeros."""
+    """Pads the last dim with zeros to a number of features."""
     more = features - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 

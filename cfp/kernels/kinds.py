@@ -28,9 +28,9 @@ class Proposal(Protocol):
     """A kernel in the place of a site, under a layout.
 
     Attributes:
-        site: what `Kind.find` found: it has a ``source``, ``ops``, all that belong to
-            it, and ``between``, the values that no kernel makes.
-        keeps_between: whether the backward pass reads these all the same.
+        site: part of the program, of `Kind.find`: it has a ``source``, ``ops``, ids of
+            all its ops, and ``between``, ids of values that no kernel makes.
+        keeps_between: True if the kernel keeps these for the backward pass.
     """
 
     @property
@@ -50,7 +50,7 @@ class Proposal(Protocol):
 
 
 class Kind(Protocol):
-    """A module that finds what its kernels may replace, with proof.
+    """A module that finds, and proves, the parts of a program its kernels may replace.
 
     Attributes:
         NAME: name in plans, such as "attention".
@@ -86,7 +86,7 @@ KERNELS = tuple(name for kind in KINDS for name in kind.KERNELS)
 
 
 def usual_kernels(platform: str, for_memory: bool) -> tuple[str, ...]:
-    """Names the kernels of all kinds that plans use unasked."""
+    """Names the kernels of all kinds that plans use by default, preferred first."""
     return tuple(name for kind in KINDS for name in kind.usual(platform, for_memory))
 
 
@@ -103,7 +103,7 @@ def known_kernels(allowed: Sequence[str] = KERNELS) -> set[tuple[str, str]]:
 def proposals(
     layout: Layout, ops: Collection[int], kernels: SegmentKernels
 ) -> list[Proposal]:
-    """Lists the kernels of a segment, each in the place of one site."""
+    """Lists the segment's kernels, each at one site; not where they are impossible."""
     program = layout.frame.program
     every = (
         _BY_NAME[kind].propose(program, site, name, layout.axes)
@@ -114,13 +114,13 @@ def proposals(
 
 
 def resolved(program: Program, mesh: Mesh, constraints: Constraints) -> Constraints:
-    """Constraints whose replacements are those of a program, by what a file says.
+    """Returns constraints whose replacements are made from the program.
 
-    A file says by what a site is computed, and not what it is: that follows from the
-    program, whose constants may be others than those that were planned with.
+    A plan's file records the kernel of each site. The computation follows from the
+    program, whose constants may differ from those at planning.
 
     Raises:
-        PlanMismatch: the program has nothing that could be replaced so.
+        PlanMismatch: the program has no such site, or a kernel cannot compute it here.
     """
     wanted = {(one.name, one.op): one.functions.how for one in constraints.replaced}
     platform, found = mesh.devices.flat[0].platform, list[Replacement]()

@@ -110,7 +110,7 @@ def usual(platform: str, for_memory: bool) -> tuple[str, ...]:
 
 
 def variants(allowed: Sequence[str]) -> list[list[str]]:
-    """Allowed attention kernels in two lists: with gathered keys, and with rings."""
+    """Two lists of allowed kernels: NAME gathers keys, "NAME ring" rotates them."""
     known = [name for name in allowed if name in KERNELS]
     return [known, [f"{name} ring" for name in known]]
 
@@ -203,7 +203,7 @@ def _problem(
 
 
 def _is_kept_wide(program: Program, v: int, dtype: Any) -> bool:
-    """True if a value is used in a wider dtype than `dtype`, also through views."""
+    """True if a value is wider than `dtype`, and is used or returned so."""
     views = ("convert", "transpose", "reshape")
 
     def is_wide(v: int) -> bool:
@@ -275,7 +275,7 @@ class AttentionProposal:
         return self._scores is ScoreMemory.ALL and not self._ranks(_QUERIES)
 
     def share_at_once(self, sizes: Mapping[str, int]) -> float:
-        """Share of a device's scores that is in memory at once."""
+        """Share of a device's scores in memory at once; 0 for tiles and chunks."""
         if self._scores is not ScoreMemory.ALL:
             return 0.0  # Chunks are counted by `spans`.
         return 1 / prod(sizes[axis] for axis in self._ranks(_ROUNDS))
@@ -360,12 +360,12 @@ class AttentionProposal:
         return round(needed)
 
     def _ranks(self, roles: Iterable[str]) -> list[str]:
-        """Axes with one of these roles."""
+        """Names of axes with one of these roles."""
         return [axis for axis, role in self.way.roles if role in roles]
 
 
 def _whole_chunks(tokens: float) -> int:
-    """Rounds a number of tokens up to whole chunks."""
+    """Rounds a number of tokens up: to whole chunks, if beyond one chunk."""
     whole, chunk = ceil(tokens), chunked.CHUNK
     return whole if whole <= chunk else ceil(whole / chunk) * chunk
 
@@ -433,7 +433,7 @@ def _replacement(
 
 
 def _early(program: Program, use: Use, first: int) -> Use:
-    """Use of a value; of its narrower original if it is widened after op `first`."""
+    """Returns a use, or that of its narrower original, if widened after op `first`."""
     while True:
         value = program.values[program.ops[use[0]].operands[use[1]]]
         maker = program.maker(value.id)

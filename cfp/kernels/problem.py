@@ -44,7 +44,7 @@ def _static() -> Any:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mask:
-    """Mask: a query sees a key if all of these conditions hold.
+    """Conditions by which a query sees a key; all must hold.
 
     Attributes:
       causal: True if key position <= query position.

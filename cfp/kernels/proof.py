@@ -155,7 +155,7 @@ def states_of(core: Core, key: Key) -> States | None:
 
 
 def _distinct(x: np.ndarray) -> States | None:
-    """The distinct numbers of an array, sorted; None if there are many."""
+    """The distinct numbers of an array, sorted; None if there are more than four."""
     found, rest = [], x.reshape(-1)
     while rest.size and len(found) <= _MOST_SIDES:
         found.append(float(rest[0]))
@@ -231,7 +231,7 @@ def _table(core: Core) -> Table:
 def _sums(
     core: Core, masks: Mapping[Key, np.ndarray], biases: Sequence[Key]
 ) -> dict[Arg, np.ndarray | None]:
-    """Linear steps as [state, constant and factors of score and biases]; else None."""
+    """Coefficients [state, (constant, score, *biases)]; None for non-linear steps."""
     count = len(next(iter(masks.values()), [0]))
 
     def one(place: int, number: Any) -> np.ndarray:
@@ -268,7 +268,7 @@ def _sum(step: Step, reads: list[np.ndarray]) -> np.ndarray | None:
 
 
 def _argument(core: Core, sums: Mapping[Arg, Any]) -> int:
-    """Number of the only linear step, with the score, that other steps read."""
+    """Number of the only linear step of the score that non-linear steps read."""
     found: set[int] = set()
     others = (step for n, step in core.steps.items() if sums[n] is None)
     for arg in (a for step in others for a in step.args if isinstance(a, int)):
@@ -545,7 +545,7 @@ class Reader:
         return bool(rises and own.all() and not after.any())
 
     def _window_of(self, seen: np.ndarray) -> Window | None:
-        """Rule 2: window of a mask [queries, keys]; None for another pattern."""
+        """Returns (causal, left) of a mask [queries, keys]; None for other patterns."""
         if seen.all():
             return False, None
         count = self.sizes["k"]

@@ -58,7 +58,7 @@ class Values:
 
     @cached_property
     def _leaves(self) -> dict[int, bool]:
-        """Constants; True if an iota enters."""
+        """{value id of a constant: True if an iota enters}."""
         found: dict[int, bool] = {}
         for op in filter(_is_pure, self.program.ops):
             reads = [found.get(self.same(v)) for v in op.operands]
@@ -71,11 +71,11 @@ class Values:
         return self.same(v) in self._leaves
 
     def array(self, v: int, given: Mapping[int, np.ndarray] = _NOTHING) -> np.ndarray:
-        """A constant's array, size 1 where it does not vary; NotConstant for others."""
+        """A constant's array, size 1 along dims without change; else NotConstant."""
         return self._constants.value(v, self.same, given)
 
     def number_of_constant(self, v: int) -> float | None:
-        """The number of a constant with equal elements, or None."""
+        """The number of a constant with equal elements; None for others."""
         if self._leaves.get(self.same(v), True):
             return None
         try:
@@ -90,7 +90,7 @@ class Values:
         return op.parent if op is not None else self._loop_of.get(v, -1)
 
     def same(self, v: int) -> int:
-        """Id of a value's original, in any iteration."""
+        """Id of a value's original: see `source`; the iteration is left out."""
         return self.source((v, _HERE))[0]
 
     @cached_property
@@ -101,7 +101,7 @@ class Values:
         return found
 
     def standing(self, v: int) -> list[int]:
-        """Ids of a value, its original, and all values that pass it on."""
+        """Ids of all values with the same original: see `source`."""
         return self._standing[self.same(v)]
 
     def readers(self, v: int) -> Iterator[tuple[Op, int, int]]:
@@ -158,7 +158,7 @@ class Values:
     # -- originals ---------------------------------------------------------------------
 
     def source(self, node: Node) -> Node:
-        """Original of a value that barriers, loops and stacks pass on."""
+        """Original of a value that barriers, loops and stacks pass on; or the value."""
         program = self.program
         v, at = node
         while True:
@@ -232,7 +232,7 @@ class Values:
     # -- numbers -----------------------------------------------------------------------
 
     def number(self, node: Node) -> int:
-        """Number of a value; values with equal numbers are equal."""
+        """Number of a node (value, iterations); equal numbers prove equal values."""
         stack = [self.source(node)]
         while stack:
             v, at = one = stack[-1]
@@ -385,7 +385,7 @@ class Region:
     # -- rule 1: a closed list of ops --------------------------------------------------
 
     def is_closed(self, op: Op) -> bool:
-        """True if an op, with its attributes and dtypes, is provable."""
+        """True if an op, by attributes and dtypes, may be between contractions."""
         program = self.program
         dtypes = {program.values[v].dtype for v in op.results}
         if op.rule is None or not dtypes <= FLOATS:

@@ -34,7 +34,7 @@ from cfp.kernels.problem import ALL_GATHER, AttentionStrategy, Mask, Scores, may
 
 
 def zigzag_order(length: int, ranks: int) -> np.ndarray:
-    """Positions [length] int32: token i in zigzag order is token `order[i]` of before.
+    """Positions [length] int32: token i in zigzag order is the natural `order[i]`.
 
     Args:
       length: tokens, a multiple of 2 * ranks.
@@ -84,7 +84,7 @@ class Rows:
     count: int
 
     def of(self, x: Array, dim: int = 1) -> Array:
-        """The selected tokens of an array of all tokens."""
+        """The selected tokens, along `dim`, of an array of a rank's tokens."""
         if self.half is None:
             return x
         return lax.dynamic_slice_in_dim(x, self.half * self.count, self.count, dim)

@@ -1,7 +1,9 @@
 """Estimated costs of segments' choices, without compiling: time and memory.
 
 A segment (a repeated run of blocks, such as a layer) has a choice: a strategy (a
-sharding) for each block, and a storage mode for parameters.
+sharding) for each block, and a storage mode for parameters. A segment's kind is the
+number of a group of equal segments. An opened loop is one whose body has several
+segments.
 
 A segment's time has a term for each block (compute, and collectives inside it) and a
 term for each pair of blocks (collectives between them). The terms come from measured
@@ -46,11 +48,12 @@ from cfp.settings import HOST_BYTES_PER_MS, LIMITED_MEMORY_AT_LEAST
 
 @dataclass(frozen=True, slots=True)
 class SegmentChoice:
-    """A choice for a segment: one strategy per block, one storage mode for all.
+    """A segment's choice: a strategy for each block, a storage mode for its parameters.
 
     Attributes:
         estimate_ms: estimated time; ignored by comparison.
         remat: True if the segment rematerializes its forward pass.
+        kernels: names of kernels in place of the segment's ops, and kinds; () if none.
     """
 
     strategies: tuple[Strategy, ...]
@@ -66,12 +69,12 @@ class SegmentChoice:
 
     @property
     def as_written(self) -> SegmentChoice:
-        """This choice without kernels; kernels do not change the layout."""
+        """This choice with the step's own ops in place of kernels."""
         return replace(self, kernels=AS_WRITTEN) if self.kernels else self
 
 
 def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> SegmentChoice:
-    """Segment `index`'s part of a program's choice; takes its commonest storage."""
+    """Part of `choice` for segment `index`, with its parameters' commonest storage."""
     segment = analysis.segments[index]
     modes = [choice.storage[g] for g in segment.groups]
     storage = max(dict.fromkeys(modes), key=modes.count) if modes else Storage.USED
@@ -82,10 +85,10 @@ def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Segment
 
 
 def layout_of(analysis: Analysis, candidates: Mapping[int, SegmentChoice]) -> Layout:
-    """Makes the layout (all shardings) of segments with these choices, by index.
+    """Makes the layout (all shardings) of some segments from {index: its choice}.
 
-    A single segment is laid out with neighbours of its kind that choose alike, so that
-    values between them are sharded as the neighbours read them.
+    A single segment's adjacent segments of its kind are laid out alike, so that values
+    between them are sharded as the neighbours read them.
     """
     segments, laid_out = analysis.segments, dict[int, SegmentChoice]()
     if len(candidates) == 1:
@@ -114,7 +117,7 @@ class SegmentBytes:
     """Memory that a segment keeps on each device, without temporaries.
 
     Attributes:
-        state_bytes: state arguments, sums of opened loops, and `new_bytes`.
+        state_bytes: state arguments, sums over an opened loop, and `new_bytes`.
         new_bytes: results that renew state without reusing a donated argument.
         residual_bytes: values kept from the forward pass for the backward pass.
     """
@@ -127,16 +130,16 @@ class SegmentBytes:
 class Costs:
     """Cached costs of segments: memory, time saved by kernels, resharding between them.
 
-    A `kind` is the number of a group of equal segments.
+    Bytes are those of one device.
 
     Args:
-        may_rematerialize: True if segments may compute their forward pass again.
+        may_rematerialize: True if segments may rematerialize their forward pass.
         measured: True if segments' times are measured; a measured segment includes the
             all-reduce of its results. False leaves sums pending for the next reader.
 
     Attributes:
-        fixed_bytes: bytes per device of arguments and results that are not state.
-        fixed_ms: estimated time of regions sharded by hand; 0 if `measured`.
+        fixed_bytes: arguments that are no state, and new results that renew none.
+        fixed_ms: estimated time of `shard_map` regions; 0 if `measured`.
     """
 
     def __init__(
@@ -163,11 +166,11 @@ class Costs:
         self.least_bytes = cache(self._least_bytes)
 
     def can_rematerialize(self, kind: int) -> bool:
-        """True if segments of a kind can rematerialize their forward pass."""
+        """True if segments of a kind may, and can, rematerialize their forward pass."""
         return self._able[kind]
 
     def _least_bytes(self, kind: int, candidate: SegmentChoice) -> SegmentBytes:
-        """Memory that a segment keeps: its state, and residuals that are no results."""
+        """Bytes that a segment keeps; new results do not count as residuals."""
         segment, layout = self._kinds[kind], self._layout(kind, candidate)
         groups = (layout.frame.groups[index] for index in segment.groups)
         state = {p: argument_bytes(layout, p) for group in groups for p in group.args}
@@ -198,7 +201,7 @@ class Costs:
         return repeat * (once_ms - update_ms) + update_ms
 
     def temp_bytes(self, kind: int, candidate: SegmentChoice) -> int:
-        """Estimates a segment's peak of temporary memory, bytes, without residuals."""
+        """Estimates a segment's peak bytes of temporary memory, without residuals."""
         ops, layout = self._kinds[kind].ops, self._layout(kind, candidate)
         program, sizes = layout.frame.program, dict(layout.frame.mesh)
         kernels, shares = proposals(layout, ops, candidate.kernels), dict[int, float]()
@@ -221,7 +224,7 @@ class Costs:
         return max(0, needed - self.least_bytes(kind, candidate.plain).residual_bytes)
 
     def host_ms(self, kind: int, candidate: SegmentChoice) -> float:
-        """Estimates the time, ms, to move a segment's state from the host and back."""
+        """Estimates ms to move a segment's state in host memory to devices and back."""
         segment, layout = self._kinds[kind], self._layout(kind, candidate)
         groups = (layout.frame.groups[index] for index in segment.groups)
         moved = host_bytes(layout, chain.from_iterable(g.args for g in groups))[1]
@@ -247,10 +250,10 @@ class Costs:
         return saved
 
     def least_peak_bytes(self, choice: Choice) -> int:
-        """Lower bound of a program's memory, bytes per device, for any remat.
+        """Lower bound of a program's bytes, whatever else the compiler rematerializes.
 
-        A compiler that rematerializes by itself keeps at least a share of a segment's
-        residuals during its backward pass. New results' memory may hold them before.
+        XLA's own rematerialization keeps at least a share of a segment's residuals
+        during its backward pass. Memory of new results may hold residuals until then.
         """
         held, results = self.fixed_bytes, self._new_fixed_bytes
         kept = peak = 0
@@ -272,12 +275,15 @@ class Costs:
         before: Iterable[SegmentChoice],
         after: Iterable[SegmentChoice],
     ) -> list[list[float]]:
-        """Resharding ms in both directions, ``[left's choice][right's choice]``."""
+        """Estimates ms to reshard values both ways, ``[choice before][choice after]``.
+
+        `before` are choices of the segment with index `left`, `after` of `right`.
+        """
         passing = self.analysis.passing
         ahead, back = passing.get((left, right), ()), passing.get((right, left), ())
 
         def laid_out(index: int, of: Iterable[SegmentChoice]) -> list[_Side]:
-            """Layouts by choice; choices that shard passing values alike share one."""
+            """A layout per choice; choices that shard passing values alike share it."""
             blocks, first = self.analysis.segments[index].blocks, {}
             every = ((self._laid_out(index, o.plain.as_written), blocks) for o in of)
             return [first.setdefault(self._ends(o, (*ahead, *back)), o) for o in every]
@@ -299,7 +305,7 @@ class Costs:
         return steps_of(frame.program, ops, residuals(frame, ops), spans)
 
     def _one_way_ms(self, maker: _Side, reader: _Side, values: Sequence[int]) -> float:
-        """Estimates the time to reshard values from one segment for another, ms."""
+        """Estimates ms to reshard values that one segment makes for another's reads."""
         program, terms, total = self.analysis.frame.program, self._terms, 0.0
         for v in values:
             (have, partial), wants = self._made(maker, v), self._reads(reader, v)
@@ -318,13 +324,13 @@ class Costs:
         return total
 
     def _ends(self, side: _Side, values: Sequence[int]) -> Hashable:
-        """Shardings of values in a segment, as a key for the costs of resharding."""
+        """Key of a segment's shardings of values; equal keys reshard at equal cost."""
         made = tuple(self._made(side, v) for v in values)
         reads = tuple((side[0].read_spec(v), self._reads(side, v)) for v in values)
         return made, reads
 
     def _made(self, side: _Side, v: int) -> tuple[Spec | None, tuple[str, ...]]:
-        """Sharding of a value that a segment makes, and axes not yet summed over."""
+        """Returns (a value's sharding, unreduced axes) as a segment makes the value."""
         layout, program = side[0], self.analysis.frame.program
         op = program.maker(v)
         if self._measured or op is None or op.id not in layout.axes:
@@ -334,14 +340,13 @@ class Costs:
         return layout.natural_spec(op, op.results.index(v)), partial
 
     def _reads(self, side: _Side, v: int) -> tuple[Spec, ...]:
-        """Shardings in which a segment or an update reads a value; one if measured."""
+        """Shardings in which a segment or update reads a value; one if measured."""
         is_all = not self._measured and self.analysis.frame.program.maker(v) is not None
         if is_all and (own := self._own_reads(side, v)):
             return own
         return () if (first := _wanted(side[0], v)) is None else (first,)
 
     def _own_reads(self, side: _Side, v: int) -> tuple[Spec, ...]:
-        """Shardings in which the segment's own blocks read a value."""
         (layout, blocks), frame = side, self.analysis.frame
         uses = (
             use for use in frame.program.users[v] if frame.block_of[use[0]] in blocks
@@ -355,7 +360,7 @@ _Side = tuple[Layout, range]
 
 
 def _wanted(reader: Layout, value: int) -> Spec | None:
-    """Sharding in which a segment's blocks or an update read a value; may be None."""
+    """Sharding in which a segment or update first reads a value; None if none does."""
     spec = reader.read_spec(value)
     if spec is None:
         for user, index in sorted(reader.frame.program.users[value]):
@@ -365,7 +370,7 @@ def _wanted(reader: Layout, value: int) -> Spec | None:
 
 
 def _views(maker: Layout, reader: Layout, value: int) -> list[int]:
-    """Ops by which a segment casts or transposes a parameter before its gather."""
+    """Ids of ops that cast or transpose a parameter before its gather; [] if none."""
     frame = maker.frame
     group = frame.group_of_arg.get(frame.program.args.index(value))
     if group is None or maker.spec(value) == maker.read_spec(value):
@@ -382,11 +387,12 @@ class SegmentEstimate:
 
     Attributes:
         strategies: ``[block]`` strategies that differ in some op's sharding.
-        node_ms: ``[storage mode][block][strategy]``.
-        edge_ms: matrix over two blocks' strategies, by positions in the segment; with
-            resharding to the twin. A block's pair with itself is for its twin alone.
+        node_ms: a block's own time, ``[storage mode][block][strategy]``.
+        edge_ms: resharding between two blocks and to their twins, by their positions in
+            the segment; ``[strategy][strategy]``. A block's pair with itself is for its
+            twin alone.
         own_edge_ms: the same without the twin.
-        numbers: ``[block]`` index in ``strategies`` of each strategy.
+        numbers: ``[block]`` index in ``strategies`` of each strategy; equal if alike.
         modes: usual storage modes that differ for the segment.
     """
 
@@ -399,7 +405,7 @@ class SegmentEstimate:
     modes: tuple[Storage, ...]
 
     def total_ms(self, candidate: SegmentChoice) -> float:
-        """The estimated time of a choice, ms."""
+        """The estimated time of a choice, ms, with resharding to the twin."""
         pairs = zip(self.numbers, candidate.strategies, strict=True)
         picks = [numbers[strategy] for numbers, strategy in pairs]
         nodes = zip(self.node_ms[candidate.storage], picks, strict=True)
@@ -480,7 +486,7 @@ def estimate_segment(
 def _numbered(
     terms: Terms, block: int, among: Set[Strategy] | None
 ) -> tuple[tuple[Strategy, ...], dict[Strategy, int]]:
-    """Numbers a block's strategies; those that shard all ops alike share a number.
+    """Numbers a block's allowed strategies; those with equal shardings share a number.
 
     Returns:
         The first strategy of each number, and the number of each strategy.
@@ -498,7 +504,6 @@ def _numbered(
 def _blocks(
     terms: Terms, segment: Segment, strategies: Sequence[Sequence[Strategy]]
 ) -> list[list[BlockTerms]]:
-    """Cost terms, ``[block][strategy]``."""
     return [
         [terms.block(block, strategy) for strategy in options]
         for block, options in zip(segment.blocks, strategies, strict=True)
@@ -506,7 +511,7 @@ def _blocks(
 
 
 def _inside_ms(terms: Terms, block: BlockTerms) -> float:
-    """Estimates ms to reshard values inside one block, and data that it reads."""
+    """Estimates ms to reshard values within a block, and non-state arguments for it."""
     stored = {
         v: (next(filter(any, specs), specs[0]), ())
         for v, specs in block.reads.items()
@@ -534,7 +539,7 @@ def _one_way(
     readers: Sequence[BlockTerms],
     values: Iterable[int],
 ) -> np.ndarray:
-    """``[maker's strategy][reader's strategy]`` milliseconds to reshard values."""
+    """Ms to reshard values, ``[maker's strategy][reader's strategy]``."""
     total = np.zeros((len(makers), len(readers)))
     for v in values:
         # Many strategies shard a value alike: each pair of shardings is priced once.

@@ -76,17 +76,17 @@ class Cluster:
 
     @property
     def rings(self) -> tuple[bool, ...]:
-        """True for each dim of a slice that is a ring: its ends are linked."""
+        """For each dim of a slice, True if its ends are linked to form a ring."""
         closed = tuple(size % self.kind.torus_ring == 0 for size in self.torus)
         # Slices of 3 dims consist of cubes, and close only if all cubes are whole.
         return closed if len(closed) < 3 else (all(closed),) * len(closed)
 
     def has(self, axes: Axes) -> bool:
-        """True unless `jax.make_mesh` refuses the axes on this slice of TPUs."""
+        """True if `jax.make_mesh` accepts the axes on a slice; always True of GPUs."""
         return not self.torus or self.places(axes) is not None
 
     def places(self, axes: Axes) -> np.ndarray | None:
-        """Coordinates [*axes, 3] of devices by `jax.make_mesh`; None if it refuses."""
+        """Slice coordinates [*axes, 3] of a mesh's devices; None if JAX refuses it."""
         return _places(self.kind.device_kind, self.torus, tuple(s for _, s in axes))
 
 
@@ -135,7 +135,7 @@ class DescribedMesh:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Description of the devices for keys of profiling records, as of real ones."""
+        """Facts about the devices by name, for the keys of profile records."""
         known, of = self.cluster.kind, "x".join(map(str, self.cluster.torus))
         return {
             "described": self.cluster.text,
@@ -172,13 +172,13 @@ class DescribedMesh:
         )
 
     def _within(self, group: Iterable[str]) -> int:
-        """The most devices of a group that are in one host."""
+        """Most devices in one host, of a group of devices along the axes `group`."""
         places = np.arange(self.cluster.count).reshape([s for _, s in self.axes])
         hosts = places[self._group(group)].ravel() // self.cluster.per_host
         return int(np.bincount(hosts).max())
 
     def _curve(self, what: str, group: tuple[str, ...]) -> Curve:
-        """Curve of a collective in a host or across the network; see `_torus_curve`."""
+        """Curve of a collective over GPUs along the axes `group`; may span hosts."""
         known = self.cluster.kind
         ways, times = known.link_times
         points = times[what]
@@ -234,12 +234,12 @@ class DescribedMesh:
         return tuple((b, float(floor + b * share)) for b in _SIZES)
 
     def _group(self, names: Iterable[str]) -> tuple[slice | int, ...]:
-        """Index of the first group of devices along some axes."""
+        """Index, in the mesh's array, of the first group of devices along some axes."""
         return tuple(slice(None) if n in names else 0 for n, _ in self.axes)
 
 
 def slice_of(devices: Sequence[Any]) -> str:
-    """Returns the slice's name, such as ``TPU v5 lite 4x4``; "" without TPUs."""
+    """Returns the slice's name, such as ``TPU v5 lite 4x4``; "" if no known TPU."""
     if (known := kind_of(devices[0].device_kind)) is None or not known.torus_dims:
         return ""
     box = np.ptp([one.coords for one in devices], axis=0)[: known.torus_dims] + 1
@@ -283,7 +283,7 @@ def described(text: str, **axes: int) -> DescribedMesh:
 
 
 def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
-    """Makes a mesh of a cluster's devices.
+    """Makes a mesh of a cluster's devices; None for the axes that `described` takes.
 
     Raises:
         CfpError: the axes do not fit the devices or the slice, or the network between
@@ -317,7 +317,7 @@ def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
 
 
 def cluster_of(text: str) -> Cluster:
-    """Reads a description, as in `described`.
+    """Reads a cluster's description in the forms of text that `described` takes.
 
     Raises:
         CfpError: the text or file cannot be read, or a host has too many devices.
@@ -380,7 +380,7 @@ class _Table(BaseModel):
 
 
 class Number(_Table):
-    """A number with its origin; a bare number in a file is specified.
+    """A number with its origin; a bare number in a file has the basis "specified".
 
     Attributes:
         value: in the unit that the field's name ends with.
@@ -477,7 +477,7 @@ class DeviceKind(_Table):
         return getattr(self, name).value
 
     def expected(self, name: str) -> float:
-        """The rate that programs reach: measured, or estimated from the specified."""
+        """Value that programs reach for a field: measured, or a share of a peak."""
         own: Number = self.measured.get(name) or getattr(self, name)
         if own.basis == "measured" or self.torus_dims:
             return own.value
@@ -510,7 +510,7 @@ _FOLDER = resources.files("cfp.cost").joinpath("kinds")
 
 
 def read(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
-    """Checks a parsed TOML description.
+    """Makes a kind of device from a parsed TOML file; `name` is its default name.
 
     A key `kind` starts from a shipped kind; other keys replace the kind's specified and
     measured numbers. `where` is the file's name, for errors.
@@ -618,7 +618,7 @@ def description_of(mesh: Mesh, rates: Rates) -> str:
 
 
 def _memory_bytes(mesh: Mesh) -> float:
-    """All memory of a device; for virtual CPU devices an equal part of the host's."""
+    """All bytes of a device; for virtual CPU devices an equal part of the host's."""
     stats = mesh.local_devices[0].memory_stats() or {}
     if "bytes_limit" in stats:
         fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))

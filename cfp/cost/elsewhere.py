@@ -66,7 +66,7 @@ def check_compiler(kind: DeviceKind) -> None:
 
 
 def topology_mesh(mesh: DescribedMesh) -> Mesh:
-    """A JAX mesh to compile for; its devices are descriptions, and run nothing."""
+    """Makes a mesh of device descriptions to compile for; it cannot run programs."""
     cluster, kind = mesh.cluster, mesh.cluster.kind
     if cluster.torus:
         name = f"{kind.name}:{'x'.join(map(str, cluster.torus))}"
@@ -117,7 +117,7 @@ def build_elsewhere(
 
 
 def _dumped(folder: Path) -> Mapping[str, Any]:
-    """Temporary bytes and collectives from XLA:TPU's dumps; {} while there are none.
+    """Finds temporary bytes and collectives in XLA:TPU's dumps; {} if not yet there.
 
     The dumps come before code generation, which takes most of the time.
     """
@@ -133,7 +133,7 @@ def _dumped(folder: Path) -> Mapping[str, Any]:
 
 
 def _with_trip_counts(text: str) -> str:
-    """Adds the loops' trip counts, which XLA:TPU omits, to HLO; JAX counts from 0."""
+    """Writes trip counts of loops from 0, which XLA:TPU omits, into HLO text."""
     for name, bound in _CONDITION.findall(text):
         bounds = rf"^  {re.escape(bound)} = \S+ constant\((\d+)\)"
         if count := re.search(bounds, text, re.M):

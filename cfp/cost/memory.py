@@ -57,7 +57,7 @@ def can_rematerialize(frame: Frame, segment: Segment) -> bool:
 def residuals_under(
     layout: Layout, segment: Segment, remat: bool, kernels: SegmentKernels
 ) -> Set[int]:
-    """Values that a segment keeps for the backward pass, given remat and kernels."""
+    """Ids of values that a segment keeps for backward, given remat and kernels."""
     every = proposals(layout, segment.ops, kernels)
     gone = set[int]().union(*(o.site.between for o in every if not o.keeps_between))
     return residuals(layout.frame, segment.ops, remat) - gone
@@ -65,10 +65,11 @@ def residuals_under(
 
 @searched_once
 def residuals(frame: Frame, ops: tuple[int, ...], remat: bool = False) -> Set[int]:
-    """Values that `ops` keep from the forward to the backward pass.
+    """Ids of values that `ops` keep from the forward to the backward pass.
 
     Args:
-        remat: True keeps only values that ops outside `ops` read.
+        remat: True keeps only values that other ops read and that are not cheap to
+            compute from the rest.
     """
     program, turn = frame.program, turning_point(frame)
     mine = {op for op in ops if op < turn and op not in program.leaf_ops}
@@ -99,7 +100,7 @@ def residuals(frame: Frame, ops: tuple[int, ...], remat: bool = False) -> Set[in
 
 
 def _feeds_heavy(program: Program, v: int, first: int) -> bool:
-    """True if a heavy op with an id of at least `first` reads a value."""
+    """True if a heavy op with id `first` or later reads a value, even cast or moved."""
     uses = uses_through(program, v, lambda op, _: op.kind in _MOVING)
     return any(
         op.id >= first and op.kind not in CHEAP and op.kind != "reduce"
@@ -137,7 +138,7 @@ def results_beside(frame: Frame) -> list[tuple[int, int | None]]:
 
 
 def host_results(program: Program) -> set[int]:
-    """Values that a program returns in host memory."""
+    """Ids of values that a program returns in host memory."""
     kinds = program.output_memory or ("",) * len(program.outputs)
     return {v for v, kind in zip(program.outputs, kinds, strict=True) if kind}
 
@@ -167,7 +168,7 @@ def host_bytes(layout: Layout, positions: Iterable[int]) -> tuple[int, int]:
 
 
 def fixed_bytes(analysis: Analysis) -> tuple[int, int]:
-    """Bytes per device of non-state arguments, and of new non-state results."""
+    """Returns non-state bytes per device, data parallel: (arguments, new results)."""
     frame, state = analysis.frame, analysis.frame.group_of_arg
     layout = lay_out(frame, data_parallel(frame))
     given = (p for p in range(len(frame.program.args)) if p not in state)
@@ -176,14 +177,14 @@ def fixed_bytes(analysis: Analysis) -> tuple[int, int]:
 
 
 def result_bytes(layout: Layout, places: Iterable[int] | None = None) -> int:
-    """Bytes per device of results by index; by default of all in `results_beside`."""
+    """Bytes per device of results, by index; by default of all in `results_beside`."""
     outputs = layout.frame.program.outputs
     places = dict(results_beside(layout.frame)) if places is None else places
     return sum(value_bytes(layout, outputs[p], layout.output_spec(p)) for p in places)
 
 
 def argument_bytes(layout: Layout, position: int) -> int:
-    """Bytes of an argument on each device; 0 if it is in host memory."""
+    """Bytes per device of argument number `position`; 0 if it is in host memory."""
     program = layout.frame.program
     if any(program.arg_memory[position : position + 1]):
         return 0
@@ -192,7 +193,7 @@ def argument_bytes(layout: Layout, position: int) -> int:
 
 
 def accumulated_bytes(layout: Layout, segment: Segment) -> int:
-    """Bytes per device of a segment's sums over iterations of an opened loop."""
+    """Bytes per device of arrays that a segment sums up or stacks in an opened loop."""
     program, inside = layout.frame.program, set(segment.ops)
     return sum(
         value_bytes(layout, result, layout.spec(result))
@@ -205,10 +206,7 @@ def accumulated_bytes(layout: Layout, segment: Segment) -> int:
 
 
 def value_bytes(layout: Layout, v: int, spec: Spec | None = None) -> int:
-    """Bytes of a value on each device.
-
-    Args:
-        spec: its sharding; by default its reader's, since a gathered value stays so.
+    """Bytes per device of a value; default `spec`: its first reader's, or its maker's.
     """
     spec = spec or layout.read_spec(v) or layout.spec(v) or ()
     size = layout.frame.program.values[v].size_bytes
@@ -226,7 +224,7 @@ Step = tuple[Sequence[int], Sequence[int]]
 
 
 def peak_bytes(steps: Iterable[Step], size_of: Callable[[int], int]) -> int:
-    """Largest number of bytes in use at once; `size_of` gives a tensor's bytes."""
+    """Most bytes in use at once during `steps`; `size_of` gives a tensor's bytes."""
     live = most = 0
     for made, freed in steps:
         live += sum(map(size_of, made))
@@ -241,7 +239,7 @@ def steps_of(
     held: Set[int],
     spans: Sequence[tuple[int, int]] = (),
 ) -> list[Step]:
-    """Lists allocations and releases in a segment, or in a loop's body, in order.
+    """Lists tensors made and released by a segment or a loop's body, in program order.
 
     A loop's results are in memory before its body runs.
 
@@ -274,7 +272,7 @@ def steps_of(
 
 
 def _last_reader(program: Program, v: int, inside: Set[int]) -> int:
-    """Id of the op in `inside` that last reads a tensor, also fused; -1 if none."""
+    """Id of the op in `inside` that last reads a tensor or fused work on it, or -1."""
 
     def own(op_id: int) -> int:
         while op_id >= 0 and op_id not in inside:
@@ -357,13 +355,13 @@ def _has_memory(program: Program, v: int) -> bool:
 
 
 def _is_view(program: Program, op: Op) -> bool:
-    """True if readers read the op's operand: for views, and FP8 scaled by a product."""
+    """True if the op's readers read its operand: a view, or an FP8 tensor's scaling."""
     return op.kind in _VIEWS or is_dequantized(program, op)
 
 
 @searched_once
 def summed_in_two_orders(program: Program) -> frozenset[int]:
-    """Summed values that combine tensors whose dims are read in different orders."""
+    """Ids of summed values that combine tensors whose dims have different orders."""
     orders: dict[int, frozenset[Order]] = {}
     found = set()
     for op in program.ops:
@@ -407,7 +405,7 @@ def _elements(program: Program, v: int) -> int:
 
 
 def _turned(op: Op, order: Order) -> Order:
-    """Order in which a transpose's operand is read, from its result's order."""
+    """Order in which a transpose's result has its operand's dims, read in `order`."""
     rule = op.known_rule
     before, after = (
         [f for f in map(rule.major, dims) if f is not None]
@@ -445,7 +443,7 @@ def moved_bytes(program: Program) -> Mapping[int, float]:
     """Bytes of unsharded tensors that kernels without products read and write.
 
     Returns:
-        Bytes by op id: a kernel's last op has all its bytes, fused ops none.
+        Bytes by op id: a kernel's last op has all its bytes; other ops have no entry.
     """
     kernels = _find_kernels(program)
     within = _sums_within_others(program, kernels)
@@ -489,7 +487,7 @@ def _find_kernels(program: Program) -> Mapping[int, Reads]:
 
 
 def _kept(program: Program) -> frozenset[int]:
-    """Values returned by the program, a loop's body or a branch."""
+    """Ids of values returned by the program, a loop's body or a branch."""
     yielded = (v for op in program.ops for v in op.yields)
     return frozenset((*program.outputs, *yielded))
 
@@ -497,7 +495,7 @@ def _kept(program: Program) -> frozenset[int]:
 def _read(
     program: Program, op: Op, w: int, made_of: Mapping[int, Reads]
 ) -> Mapping[int, float]:
-    """Bytes that an op reads for its operand `w`, by tensor in memory."""
+    """Bytes that an op reads for its operand `w`, by id of the tensor in memory."""
     if program.is_leaf(_handed_in(program, w)):
         return {}
     found = made_of.get(w, {w: float(program.values[w].size_bytes)})
@@ -508,7 +506,7 @@ def _read(
 
 
 def _handed_in(program: Program, v: int) -> int:
-    """Original of a value that loops only pass on."""
+    """Id of the value outside loops that `v` is, if loops only pass it on; else `v`."""
     while (origin := program.values[v].origin) >= 0 and any(
         v in program.ops[op].entered(place - len(program.ops[op].operands))
         for op, place in program.users[v]
@@ -532,9 +530,7 @@ def _written(program: Program, op_id: int) -> float:
 
 
 def _sums_within_others(program: Program, kernels: Mapping[int, Reads]) -> set[int]:
-    """Row sums that XLA fuses into a kernel reading the same rows.
-
-    In a softmax this is the sum of exponentials, but not the maximum.
+    """Ids of row sums that XLA fuses into a kernel reading the rows, as in a softmax.
     """
     readers: dict[int, list[int]] = defaultdict(list)
     rows: dict[int, set[int]] = {}
@@ -556,6 +552,5 @@ def _sums_within_others(program: Program, kernels: Mapping[int, Reads]) -> set[i
 
 
 def _is_along_rows(op: Op) -> bool:
-    """True if a reduction is over the last dim of its operand."""
     rule = op.known_rule
     return any(f in rule.reduction for dim in rule.operands[0][-1:] for f in dim)

@@ -42,8 +42,8 @@ class BlockTerms:
     Attributes:
         matmul_ms: time of its contractions on one device.
         memory_ms: time of memory traffic that contractions do not hide.
-        makes: shardings of results, by value.
-        reads: shardings of operands, by value.
+        makes: (sharding, unreduced axes) of each result, by canonical value number.
+        reads: shardings in which each operand is read, by canonical value number.
     """
 
     matmul_ms: float
@@ -53,7 +53,7 @@ class BlockTerms:
 
 
 class Terms:
-    """Prices the blocks of one program on one mesh."""
+    """Estimates time terms of one program's blocks on one mesh, from measured rates."""
 
     def __init__(self, frame: Frame, rates: Rates) -> None:
         self.frame = frame
@@ -74,7 +74,7 @@ class Terms:
                     self._repeats[v] = max(op.repeat, self._repeats.get(v, 1))
 
     def _only_fills(self, op: Op) -> bool:
-        """True if an op writes into a buffer that its loop only passes on.
+        """True if an op updates a buffer that its loop only passes on to the next turn.
 
         A cache, by contrast, is read in each iteration, and may be resharded there.
         """
@@ -89,7 +89,9 @@ class Terms:
         return self.frame.canonical.get(value, value)
 
     def turns(self, value: int) -> int:
-        """Number of times a step reshards a value because of opened loops."""
+        """Runs per step of a value's producer, or of an argument's most frequent
+        reader.
+        """
         program = self.frame.program
         producer = program.values[value].producer
         if producer >= 0:
@@ -194,8 +196,8 @@ class Terms:
         """Estimates ms to reshard a tensor of `size` bytes; see :func:`transition`.
 
         Args:
-            group: storage group, if the tensor is a parameter or its gradient. The
-                compiler combines some collectives of such tensors.
+            group: storage group of the parameter, if the tensor is one or its gradient.
+                The compiler combines some collectives of such tensors.
         """
         count = 1 if group is None else self._alike_state[self._state_key(group)]
         steps = transition(size, have, unreduced, want, self.frame.mesh)
@@ -203,10 +205,10 @@ class Terms:
 
     @cached_property
     def gradients(self) -> Mapping[int, int]:
-        """Storage group by gradient, also for values that become a gradient.
+        """Storage group of each gradient, by canonical value number.
 
-        Such a value has as many elements as the gradient and no other readers. Under
-        :func:`jax.vmap`, gradients are summed over one dim after another.
+        An earlier value counts, too, if it has as many elements and no other readers.
+        Under :func:`jax.vmap`, gradients are summed over one dim after another.
         """
         program = self.frame.program
         found: dict[int, int] = {}
@@ -230,7 +232,7 @@ class Terms:
 
     @cached_property
     def _alike_state(self) -> Counter[tuple[int, str]]:
-        """Number of storage groups with the same dtype and repeats."""
+        """Number of storage groups by (runs per step, dtype) of their parameter."""
         return Counter(map(self._state_key, range(len(self.frame.groups))))
 
     def _state_key(self, index: int) -> tuple[int, str]:
@@ -253,7 +255,7 @@ class Terms:
     def owned_groups(
         self, groups: Sequence[int], blocks: Sequence[BlockTerms]
     ) -> list[list[int]]:
-        """Groups by block: each at its first reader, else at its gradient's maker."""
+        """Storage groups by block: its first reader, else its gradient's maker."""
         frame = self.frame
         owned: list[list[int]] = [[] for _ in blocks]
         for index in groups:
@@ -330,7 +332,7 @@ class Terms:
         return turns * min(self.transition_ms(*move) for move in moves)
 
     def wanted(self, index: int, terms: BlockTerms) -> tuple[Spec, ...]:
-        """Shardings in which a block reads a group's parameter; may be empty."""
+        """Shardings in which a block reads a group's parameter; () if it does not."""
         main = self.frame.program.args[self.frame.groups[index].args[0]]
         return terms.reads.get(self.same(main), ())
 

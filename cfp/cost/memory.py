@@ -68,8 +68,7 @@ def residuals(frame: Frame, ops: tuple[int, ...], remat: bool = False) -> Set[in
     """Ids of values that `ops` keep from the forward to the backward pass.
 
     Args:
-        remat: True keeps only values that other ops read and that are not cheap to
-            compute from the rest.
+        remat: True keeps only values for other ops, if they are not cheap to compute.
     """
     program, turn = frame.program, turning_point(frame)
     mine = {op for op in ops if op < turn and op not in program.leaf_ops}
@@ -206,8 +205,7 @@ def accumulated_bytes(layout: Layout, segment: Segment) -> int:
 
 
 def value_bytes(layout: Layout, v: int, spec: Spec | None = None) -> int:
-    """Bytes per device of a value; default `spec`: its first reader's, or its maker's.
-    """
+    """Bytes per device of a value; `spec` defaults to its first reader's or maker's."""
     spec = spec or layout.read_spec(v) or layout.spec(v) or ()
     size = layout.frame.program.values[v].size_bytes
     return ceil(size / spec_ways(spec, layout.frame.mesh))
@@ -530,8 +528,7 @@ def _written(program: Program, op_id: int) -> float:
 
 
 def _sums_within_others(program: Program, kernels: Mapping[int, Reads]) -> set[int]:
-    """Ids of row sums that XLA fuses into a kernel reading the rows, as in a softmax.
-    """
+    """Ids of row sums, as in a softmax, that XLA fuses into a kernel with the rows."""
     readers: dict[int, list[int]] = defaultdict(list)
     rows: dict[int, set[int]] = {}
     for op_id, reads in kernels.items():

@@ -89,9 +89,7 @@ class Terms:
         return self.frame.canonical.get(value, value)
 
     def turns(self, value: int) -> int:
-        """Runs per step of a value's producer, or of an argument's most frequent
-        reader.
-        """
+        """Runs per step of a value's maker, or of an argument's most frequent user."""
         program = self.frame.program
         producer = program.values[value].producer
         if producer >= 0:

@@ -157,7 +157,7 @@ def within_reach(
 
 
 def exempt_from_reach(candidates: Sequence[Candidate]) -> set[Any]:
-    """Returns keys of the first candidate (the plan) and the best preset predicted."""
+    """Returns keys of the first candidate (the plan) and of the fastest preset."""
     known = [one for one in candidates if one.is_preset and one.predicted_ms]
     best = sorted(known, key=expected_ms)[:1]
     return {one.key for one in (*candidates[:1], *best)}
@@ -191,7 +191,7 @@ class _Admission:
         exempt_from_refusals: keys of candidates that are compiled in spite of refusals.
         known_large: (choice, level) known not to fit, which do not count as refusals.
         however_slow: keys of candidates to compile at any predicted time.
-        queue: candidates to compile.
+        queue: variants of each candidate, compiled in order until one fits.
         limited: choices that were queued with a memory limit.
     """
 
@@ -277,7 +277,7 @@ class _Admission:
         return [ways for ways in found if ways[0].choice in few]
 
     def sort_in(self, ways: _Ways, made: Sequence[RaceResult]) -> None:
-        """Records results of a candidate; if none fits, queues its untried variants.
+        """Records results of a candidate; if none fits, queues variants with limits.
 
         Args:
             made: results of the first variants, one or more.

@@ -83,7 +83,7 @@ class Builder:
 
     @property
     def devices(self) -> Mesh:
-        """The mesh that programs run on."""
+        """The mesh that programs run on; described devices have none."""
         assert isinstance(self.mesh, Mesh), "nothing runs on described devices"
         return self.mesh
 
@@ -104,10 +104,7 @@ class Builder:
         return default_threads(self.platform)
 
     def build(self, one: RaceProgram) -> Built | ProfileRecord:
-        """Compiles a program; for described devices in a child process.
-
-        Returns the record of the failure if it does not compile.
-        """
+        """Compiles a program (described devices: in a child); may return a failure."""
         program, mesh = one.stands_on or (self.program, self.mesh)
         if isinstance(mesh, Mesh):
             kept = BuildEnvironment.beside(self.store.path)
@@ -330,7 +327,7 @@ def choice_digest(choice: str) -> str:
 
 
 def question(context: PlanContext, programs: Iterable[RaceProgram]) -> ProfileKey:
-    """Returns the key of a race's answer: its programs (not remembered), and budget."""
+    """Returns the key of a race's answer, from budget, environment and `programs`."""
     options = context.rules.compiler_options.values()
     return ProfileKey(
         (
@@ -382,7 +379,7 @@ Remembered = tuple[Candidate, ProfileRecord]
 
 
 def _turn_ms(record: ProfileRecord) -> float:
-    """Step time, ms, of a turn; times of looks, a single sample, count 4 % longer."""
+    """Step time, ms; a single sample, as of a look (short timing), counts 4 % more."""
     longer = STAY_AFTER_LOOK if len(record.samples_ms) < 2 else 1.0
     return longer * record.time_ms
 
@@ -417,7 +414,7 @@ def known_to_fit(
     candidates: Sequence[Candidate],
     answer: Answer | None,
 ) -> list[Candidate]:
-    """Returns the fastest remembered choice that fits, or else the leanest.
+    """Returns the fastest remembered choice that fits, or else the smallest one.
 
     An earlier run compiled it. It races, so that more memory gives no slower plan, and
     errors name a sufficient budget (docs/decisions.md, "Compiled programs are

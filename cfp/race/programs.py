@@ -52,10 +52,11 @@ _PROPAGATED_LEVELS = {
 def named_candidates(
     named: Mapping[str, Choice], levels: Sequence[ConstraintLevel]
 ) -> list[Candidate]:
-    """Makes candidates of presets at their first level, and of propagated choices.
+    """Makes candidates of presets at the first of `levels`, and of propagated choices.
 
     Args:
         named: ``{name: choice}``; rematerialized ones have a suffix after a comma.
+        levels: allowed levels; a propagated choice has its own, or is left out.
     """
     usual = [level for level in levels if level in _PRESET_LEVELS][:1]
     found = []
@@ -100,7 +101,7 @@ LESS_MEMORY = "planned, less memory"
 
 
 def less_memory(number: int) -> str:
-    """Names the choice of a search that used memory of compiled programs."""
+    """Names the choice of search `number` that used memory of compiled programs."""
     return LESS_MEMORY if number == 1 else f"{LESS_MEMORY} {number}"
 
 
@@ -203,7 +204,7 @@ class RaceProgram:
 
     @property
     def name(self) -> str:
-        """Name in the table."""
+        """Name in a plan's table of candidates."""
         return self.candidate.name
 
     @property
@@ -263,7 +264,7 @@ class RaceResult:
 
     @property
     def name(self) -> str:
-        """Name in the table."""
+        """Name in a plan's table of candidates."""
         return self.candidate.name
 
     @property
@@ -286,7 +287,7 @@ class RaceResult:
 
     @property
     def is_timed(self) -> bool:
-        """True if the program ran, within this budget or a larger one."""
+        """True if the program ran, even if it is over the budget."""
         return self.record is not None and self.record.ok
 
     @property

@@ -153,8 +153,8 @@ class Race:
     ) -> Iterator[Admitted]:
         """Yields compiled candidates in batches, until the caller stops.
 
-        The first batch is within reach, the second has the others, without a budget. In
-        the stage `SMALLEST`, each candidate is a batch, one only after the deadline.
+        The first batch has those within reach. A second has the others, if there is no
+        budget. In the stage `SMALLEST`, each candidate is a batch, until the deadline.
 
         Args:
             candidates: the best by prediction first.
@@ -204,7 +204,7 @@ class Race:
     ) -> tuple[list[Candidate], ProfileKey | None]:
         """Returns the remembered choice that races, and the key of the race's answer.
 
-        Empty and None without a budget. Also notes `sizes`.
+        Empty and None without a budget, or in the stage `SMALLEST`. Also notes `sizes`.
         """
         context, problem = self.context, self.solution.problem
         is_last = self.solution.stage is Stage.SMALLEST
@@ -321,7 +321,7 @@ class Race:
 
 
 def _ties(ranking: Ranking) -> dict[str, float]:
-    """Returns counts: programs that tie with the winner, relative spread of times."""
+    """Counts programs that tie with the winner, and their relative spread, or {}."""
     times = {one.samples_ms: one.time_ms for one in ranking.ties}.values()
     spread = max(times) / min(times) - 1.0
     return {"ties": len(times) - 1, "tie_spread": spread} if len(times) > 1 else {}

@@ -265,7 +265,7 @@ class _Turns:
         compile_generators(*where, one.job)
 
     def warm_up(self) -> None:
-        """Runs the first program until real devices' clocks are steady."""
+        """Runs the first program until devices are steady; drops it if it fails."""
         if not self.builder.is_measured or self.is_over():
             return
         self.builder.options.tell("warming up the devices")
@@ -276,7 +276,7 @@ class _Turns:
             del self.order[0]
 
     def take_looks(self, looks: Mapping[str, ProfileRecord]) -> None:
-        """Takes over looks of another race, ``{identity: record}``."""
+        """Takes over short timings of another race, ``{identity: record}``."""
         for digest in self.order:
             one = self.programs[digest]
             if (found := looks.get(one.identity)) is not None:
@@ -284,7 +284,7 @@ class _Turns:
                 self.records[digest] = replace(found, key=digest, parts=parts)
 
     def look(self) -> None:
-        """Times each program without a look shortly; looks do not count as turns."""
+        """Times each program shortly that has no time; looks do not count as turns."""
         timing = _timing(self.platform, None)
         for place in range(len(self.order)):
             digest = self.order[place - 1]

@@ -42,7 +42,7 @@ BEAM_WIDTH = 256
 
 
 def whole_choice(analysis: Analysis, problem: Problem, found: Assignment) -> Choice:
-    """Converts a solver's option numbers to strategies of the whole program."""
+    """Converts a solver's option numbers to a choice for the whole program."""
     frame = analysis.frame
     strategies: dict[int, Strategy] = {}
     storage = [Storage.USED] * len(frame.groups)
@@ -66,7 +66,7 @@ def whole_choice(analysis: Analysis, problem: Problem, found: Assignment) -> Cho
 
 
 def picks_of(analysis: Analysis, problem: Problem, choice: Choice) -> list[int] | None:
-    """Returns each segment's option number for a choice; None if one is absent."""
+    """Returns each segment's option number for a choice; None if any has no option."""
     places = [
         {option.candidate: place for place, option in enumerate(options)}
         for options in problem.options
@@ -141,9 +141,9 @@ def first_candidates(
     then the next best. Variants of all these with kernels follow, and do not count.
 
     Args:
-        parts: ``[kind]`` parts of presets.
+        parts: ``[kind]`` parts of presets; all are returned.
         others: largest number of candidates besides parts of presets.
-        per_kind: largest number, parts of presets included, which all stay; or None.
+        per_kind: largest number, parts of presets included; None for no limit.
     """
     every = []
     for kind, (estimate, required) in enumerate(zip(estimates, parts, strict=True)):
@@ -220,7 +220,7 @@ def leading_presets(
     presets: Mapping[str, Choice],
     reach: float = float("inf"),
 ) -> dict[str, Choice]:
-    """Selects named presets and the best mixed ones to measure, in the given order.
+    """Selects presets to measure: the unmixed ones, and the fastest mixed ones.
 
     Args:
         reach: largest estimated time, as a multiple of the best preset's.
@@ -259,7 +259,7 @@ def preset_times(
 def kernel_variants(
     analysis: Analysis, kind: int, candidate: SegmentChoice, replacing: Replacing
 ) -> list[SegmentChoice]:
-    """Returns variants of a candidate with kernels; empty if it has some already."""
+    """Returns `candidate` with each set of kernels that can run; [] if it has any."""
     if candidate.kernels or not replacing.kernels:
         return []
     index = analysis.representatives[kind]

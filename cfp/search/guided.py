@@ -65,7 +65,7 @@ from cfp.settings import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Estimated cost of the best choice for a program.
+    """Estimated step time of the best choice for a program.
 
     Attributes:
         fits: True if the choice fits in the memory budget, by estimate.
@@ -83,6 +83,7 @@ class Candidate:
 
     Attributes:
         predicted_ms: step time by the profiles; None if parts were not measured.
+        level: how much of the choice the compiler must follow.
         options: XLA compiler options.
     """
 
@@ -121,8 +122,8 @@ class Solution:
         problem: the searched problem; None for a preset by name on real devices.
         counts: counts and seconds of the passes so far.
         rates: rates of the devices (compute, memory, collectives); None if not read.
-        named: presets and propagated choices among the candidates, with their kernels
-            and without rematerialization, by name.
+        named: choices by name of the presets among the candidates, with their kernels
+            and without rematerialization.
         profiles: the searched profiles; None for a preset by name.
     """
 
@@ -157,7 +158,7 @@ class Prediction:
 def prediction_of(
     analysis: Analysis, problem: Problem | None, choice: Choice
 ) -> Prediction:
-    """Predicts a choice's cost for a whole program."""
+    """Predicts a choice's cost; all None if `problem` is None or lacks its options."""
     picks = None if problem is None else picks_of(analysis, problem, choice)
     if problem is None or picks is None:
         return Prediction()
@@ -428,14 +429,15 @@ def _written_twice(
 def _needed_as_written(
     pairs: Sequence[_Written], records: Mapping[str, ProfileRecord]
 ) -> list[MeasurementRequest]:
-    """Selects candidates to measure without kernels, too.
+    """Selects requests without kernels that are to be measured, too.
 
-    Those of kinds whose reference is slower with every kernel, and those whose own
-    kernel variants all failed. A tie selects none: collectives may hide the gain.
+    If every kernel slows a kind's reference down, all requests of the kind are
+    selected. Otherwise a request is selected only if all of its kernel variants failed.
+    A tie selects none: collectives may hide the gain.
     """
 
     def is_no_slower(way: MeasurementRequest, written: MeasurementRequest) -> bool:
-        """True unless the kernel is slower, by the sum of times alone and in a pair."""
+        """False if `way`, with kernels, is slower: by times alone and in a pair."""
         if not written.is_measured(records):
             return True
         mine_ms, written_ms = way.pair_ms(records), written.pair_ms(records)
@@ -461,10 +463,7 @@ def _needed_as_written(
 def _by_preset(
     maker: RequestBuilder, wanted: Sequence[MeasurementRequest]
 ) -> list[list[MeasurementRequest]]:
-    """Groups requests by preset, the fastest preset by estimate first.
-
-    Candidates that are no preset's part form the second group.
-    """
+    """Groups requests by preset, the fastest by estimate first; others come second."""
     analysis, presets = maker.costs.analysis, maker.presets
     times_ms = preset_times(analysis, maker.estimates, presets)
     names = sorted(presets, key=times_ms.__getitem__)
@@ -531,7 +530,7 @@ class _Round:
     def ask(self) -> list[MeasurementRequest]:
         """Returns requests for candidates that are expected to make the plan faster.
 
-        If no choice is expected to fit, requests the leanest choice, rematerialized.
+        If nothing is expected to fit, requests the leanest choice, rematerialized.
         """
         likely = [*map(self._likely, range(len(self.asked)))]
         best = solve(self.problem)
@@ -566,7 +565,7 @@ class _Round:
         return expect(costs, kind, estimate, measured, found)
 
     def _propose(self, likely: Sequence[Sequence[Option]], goal_ms: float) -> None:
-        """Adds the solver's picks until no choice takes less than `goal_ms`."""
+        """Requests the solver's picks until no choice takes less than `goal_ms`."""
         measured, budget_bytes = self.problem.options, self.problem.budget_bytes
         while len(self.found) < ROUND_SIZE:
             options = [

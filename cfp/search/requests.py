@@ -132,7 +132,8 @@ def _hold(
     """Adds constraints of ops whose shardings the compiler must not choose.
 
     Changes `values` and `uses`. Products need them on meshes of several axes only, and
-    for their operands only: the compiler may shard the result's sum.
+    for their operands only: the compiler may shard the result's sum. `products=False`
+    leaves products out.
     """
     program = layout.frame.program
     several = sum(size > 1 for _, size in layout.frame.mesh) > 1
@@ -206,7 +207,7 @@ def whole_job(
 
 
 def _returned(frame: Frame, part: Part) -> Iterator[tuple[int, int, int]]:
-    """Yields (input, output, argument) indices where a part renews an argument."""
+    """Yields (part's input, part's output, program's argument) indices of renewals."""
     program = frame.program
     position = {v: i for i, v in enumerate(program.args)}
     places = {v: i for i, v in enumerate(part.outputs)}
@@ -323,16 +324,16 @@ class MeasurementRequest:
 
     @property
     def own_job(self) -> Job:
-        """The job of this candidate alone; if rematerialized, the last job."""
+        """The job that runs this candidate itself: the first; with a base, the last."""
         return self.jobs[-1 if self.base else 0]
 
     def has_failed(self, records: Mapping[str, ProfileRecord]) -> bool:
-        """True if any job failed."""
+        """True if any job has the record of a failure."""
         known = (records.get(job.key.digest) for job in self.jobs)
         return any(record is not None and not record.ok for record in known)
 
     def outcome(self, records: Mapping[str, ProfileRecord]) -> ProfileRecord | None:
-        """Returns the first job's record; None while any job's record is missing.
+        """Returns the first job's record; None while one is missing, also of the base.
 
         Returns a failed record if the cost cannot be derived: the first job failed, or
         any job of a rematerialized candidate.
@@ -387,7 +388,6 @@ class MeasurementRequest:
         return max(least, min(alone_bytes, both.temp_bytes - neighbour.temp_bytes))
 
     def _alone(self, records: Mapping[str, ProfileRecord]) -> ProfileRecord:
-        """Returns the first job's record."""
         return records[self.jobs[0].key.digest]
 
     def _pair(
@@ -419,7 +419,7 @@ class Profiles:
     """Result of the profile pass: measurements or estimates of segments.
 
     Attributes:
-        presets: presets that are worth measuring.
+        presets: choices by name of presets that are worth measuring.
         costs: costs of segments, by which these presets were selected.
         has_all_presets: True if these are all presets that may fit; otherwise presets
             far behind by estimate are left out.
@@ -427,6 +427,7 @@ class Profiles:
         rounds: ``[round]`` requests; the first round precedes any search.
         records: ``{digest of a job's key: record}``.
         problem: the search problem if estimates alone decide; otherwise None.
+        replacing: kernels that candidates may have.
         counts: numbers of strategies and seconds of the pass, for the plan's counts.
     """
 
@@ -649,7 +650,7 @@ def measured_options(
 
 
 def _as_written(costs: Costs, kind: int, known: Sequence[Option]) -> list[Option]:
-    """Derives options without kernels from measured options with kernels."""
+    """Derives missing options without kernels from measured options with kernels."""
     there = {one.candidate: one for one in known if not one.candidate.remat}
     with_kernels = [one for one in there.values() if one.candidate.kernels]
     pairs = [

@@ -116,7 +116,7 @@ class Problem:
         return total
 
     def state_bytes(self, picks: Sequence[int]) -> int:
-        """Returns the bytes of parameters and optimizer state."""
+        """Returns the picks' bytes of parameters and optimizer state, per device."""
         return sum(option.state_bytes for option in self.picked(picks))
 
     def memory_bytes(self, picks: Sequence[int]) -> int:
@@ -207,7 +207,7 @@ class SegmentArrays(NamedTuple):
         alike: for each option a number, equal for options with equal next reshardings.
         far_ms: ``{maker: [maker's class][option]}``, resharding of open values, ms.
         last_of: makers (segment indices) whose open values have their last reader here.
-        classes: class of each option as a maker; None if the segment makes none.
+        classes: class of each option as a maker; None if it makes no open value.
         least_ms: time of each option, with the least resharding of open values.
     """
 
@@ -316,7 +316,7 @@ class Chain:
 
 
 class _Line(NamedTuple):
-    """A choice's cost as a line over the price of a byte."""
+    """A choice's cost as a line over the price of a held byte: cost_ms at price 0."""
 
     cost_ms: float
     held: int
@@ -523,7 +523,7 @@ def _walk(chain: Chain, most_ms: float, price: float) -> tuple[list[int] | None,
 
 
 def _lowest(rows: np.ndarray, bound: np.ndarray, count: int) -> np.ndarray:
-    """Returns at most `count` rows, those with the lowest bounds."""
+    """Returns those `count` elements of `rows`, or fewer, with the lowest bounds."""
     if len(rows) <= count:
         return rows
     return rows[np.argsort(bound[rows], kind="stable")[:count]]
@@ -564,7 +564,7 @@ def _unbeaten(
 
 
 def _minimal(kept: np.ndarray, peak: np.ndarray) -> np.ndarray:
-    """Selects rows that have less `kept` or less `peak` than each earlier row."""
+    """Indices of rows that have less `kept` or less `peak` than each earlier row."""
     if len(kept) <= _FEW_ROWS:
         before = _BEFORE[: len(kept), : len(kept)]
         beats = before & (kept[:, None] <= kept) & (peak[:, None] <= peak)

@@ -69,7 +69,7 @@ __version__ = "0.1.0"
 
 
 class _Package(ModuleType):
-    """This package as a module that finds its public names when asked."""
+    """The package's module, which imports a public name at the name's first use."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "PRESETS":

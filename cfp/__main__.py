@@ -20,7 +20,7 @@ class _Pipe(io.FileIO):
     """
 
     def write(self, data: Any) -> int:
-        """Writes bytes."""
+        """Writes bytes, or drops them if the reader has left; returns their number."""
         try:
             return super().write(data)
         except (BrokenPipeError, ConnectionResetError):

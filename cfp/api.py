@@ -53,7 +53,7 @@ from cfp.view.words import few
 
 
 def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
-    """Plans an analysed step on its mesh.
+    """Plans an analysed step on its mesh; again without kernels that prove wrong.
 
     Raises:
         MemoryBudgetError: no candidate fits in memory.
@@ -89,7 +89,7 @@ def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
 def race_until_fit(
     context: PlanContext, analyzed: Analyzed, solution: Solution
 ) -> FoundPlan:
-    """Races and searches until a candidate fits; completes the winner's plan."""
+    """Races and searches until a candidate fits; completes its plan, or raises."""
     analysis = analyzed.analysis
     outcome = race(context, analysis, solution)
     while (again := search_further(context, analysis, outcome)) is not None:
@@ -186,7 +186,7 @@ def plan(
 
 
 def warn_undivided(plan: Plan, quiet: bool) -> None:
-    """Warns of whole arguments, apart from state, that the mesh does not divide."""
+    """Warns, unless `quiet`, of undonated arguments that the mesh does not divide."""
     given = {n.partition("/")[0] for n in compress(plan.arg_names, plan.donated)}
     whole = [one for one in plan.uneven if one.split("/")[0].split()[0] not in given]
     if whole and not quiet:
@@ -204,7 +204,7 @@ def _meshes(
     settings: PlannerSettings,
     preset: str | None,
 ) -> Mapping[str, Mesh | DescribedMesh]:
-    """Returns the meshes to choose among, by name."""
+    """Returns {name: mesh} to choose among; a given mesh is the only one, named ""."""
     if isinstance(mesh, AbstractMesh):
         raise CfpError(
             "A mesh without devices is for PlannerSettings(ray=...). Pass a Mesh, or "

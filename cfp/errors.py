@@ -33,7 +33,7 @@ def known_names(
 
     Args:
       name: the unknown name; the closest known name is suggested.
-      aliases: known names by other words for them.
+      aliases: {other word: known name}.
     """
     by_plain = {_plain(one): one for one in known}
     other = (aliases or {}).get(_plain(name))

@@ -107,13 +107,13 @@ class PlanOptions:
 
     @property
     def of_arguments(self) -> dict[str, Any]:
-        """The options that name static and donated arguments."""
+        """The four options that name static and donated arguments, as keywords."""
         return {name: value for name, value in vars(self).items() if "_arg" in name}
 
     def flatten(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> FlatStep:
-        """Returns the step over its argument leaves."""
+        """Returns the step as a function of flat arrays; see `flatten_step`."""
         precision = self.settings.precision
         return flatten_step(fn, args, kwargs, **self.of_arguments, precision=precision)
 
@@ -176,7 +176,7 @@ def analyze_step(
 
 
 def outer_axes(mesh: Mesh | DescribedMesh) -> frozenset[str]:
-    """Returns the mesh axes that cross hosts; only the first of a TPU slice."""
+    """Returns the mesh axes that cross hosts; for a TPU slice, only the first one."""
     if isinstance(mesh, DescribedMesh):
         return mesh.outer
     devices = [*mesh.devices.flat]
@@ -237,7 +237,7 @@ def _measured(
     measurer: Measurer,
     all_presets: bool,
 ) -> Profiles:
-    """Measures strategies until no unmeasured preset may be faster or leaner."""
+    """Measures strategies until unmeasured presets are slower, and not needed to fit."""
     settings, rules = context.settings, context.rules
     estimates, every = estimate_among(analysis, rates, settings.dimensions)
     costs = Costs(analysis, rates, Dimension.REMAT in settings.dimensions)
@@ -295,7 +295,7 @@ def _with_leaner(
     presets: Mapping[str, Choice],
     near: Mapping[str, Choice],
 ) -> dict[str, Choice]:
-    """Returns near presets, and others that need less memory than all faster ones."""
+    """Returns `near`, and other presets that need less memory than all faster ones."""
     times_ms = preset_times(analysis, estimates, presets)
     needs = {name: costs.least_peak_bytes(one) for name, one in presets.items()}
     least = min((needs[name] for name in near), default=0)
@@ -307,12 +307,12 @@ def _with_leaner(
 
 
 def measured_rates(context: PlanContext) -> Rates:
-    """Returns the devices' rates, from the store or measured now."""
+    """Returns rates of compute, memory and collectives, stored or measured now."""
     return measure_rates(context.devices, context.store, context.measure)
 
 
 def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
-    """Estimates the step time of the best choice, without running the program."""
+    """Estimates the fastest choice that fits, else the leanest; runs no program."""
     started = time.perf_counter()
     profiles = _estimated(context, analysis, started)
     problem = profiles.problem
@@ -363,7 +363,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     If no choice fits by prediction, the choice of least memory is the candidate.
 
     Raises:
-        MemoryBudgetError: no choice fits by prediction, and none may be compiled.
+        MemoryBudgetError: no choice fits by prediction, and nothing is compiled.
     """
     started = time.perf_counter()
     context.measure.tell("searching for the fastest plan")
@@ -418,10 +418,7 @@ def _unraced(
     profiles: Profiles,
     named: Collection[str],
 ) -> dict[str, str]:
-    """Maps presets that do not race to the reason.
-
-    They are slow by estimate, or cannot fit in the memory budget.
-    """
+    """Returns {preset that does not race: why}: slow by estimate, or cannot fit."""
     every, most = presets(analysis.frame), inf
     if context.memory is not None:
         most = context.memory.budget_bytes
@@ -555,7 +552,7 @@ def _smallest(
     solution: Solution,
     results: Sequence[RaceResult],
 ) -> Solution | None:
-    """Returns the best by compiled sizes and the leanest that were not compiled yet."""
+    """Returns the best by compiled sizes and the leanest; None if both are compiled."""
     assert solution.problem is not None, "something was searched"
     done = [r.candidate for r in results if not r.skipped]
     known = {one.choice for one in done}
@@ -596,11 +593,11 @@ def _no_preset(
 
 
 def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solution:
-    """Makes a preset, given by name, the solution without a search.
+    """Returns a solution of one preset, given by name, without a search.
 
-    The preset is a candidate with kernels, if these are able, and as written, since a
-    kernel may fail or be slower. Without a race, the faster by estimate comes first.
-    Without compiling, real devices get the preset as written.
+    Candidates are the preset with kernels, if some can replace ops, and without, since
+    a kernel may fail or be slower. Without a race, the faster by estimate comes first.
+    If nothing is compiled, real devices get only the preset without kernels.
 
     Raises:
         OptionError: the program has no preset of this name.

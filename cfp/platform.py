@@ -272,7 +272,7 @@ def select(platform: str | None, axes: Axes | None) -> None:
     Then joins other processes of the command, if it was started as one of several.
 
     Args:
-        platform: "cpu", "cuda", or None for JAX's choice.
+        platform: "cpu", "cuda", "tpu", or None for JAX's choice.
         axes: the mesh, or None for all devices (four on CPUs).
 
     Raises:

@@ -136,7 +136,7 @@ _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_bytes(text: int | float | str | None) -> int | None:
-    """Reads bytes from ``80GiB``, ``1.5 GB``, ``8000000000`` or a number; None of None.
+    """Reads bytes from ``80GiB``, ``1.5 GB``, ``8000000000`` or a number; keeps None.
 
     Raises:
         CfpError: the text is no positive amount of memory, or has no unit and means

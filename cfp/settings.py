@@ -1,9 +1,9 @@
 """Constants that decide a plan, with their sources, and the defaults of platforms.
 
-Efficiencies of devices are in `cfp/cost` and `cfp/cost`, those of kernels in their
-records. A source is a page of docs/results, an entry of docs/decisions.md, or the
-word "guess". docs/results/constants.md lists the measured constants. Limits of text,
-files and waiting are in the modules that use them.
+Efficiencies of devices are in `cfp/cost`, those of kernels in their records. A source
+is a page of docs/results, an entry of docs/decisions.md, or the word "guess".
+docs/results/constants.md lists the measured constants. Limits of text, files and
+waiting are in the modules that use them.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class PlatformDefaults:
         first_options: named sets that all candidates race with if no memory budget is
             given.
         replacing: kernels that may compute parts of a step.
-        replacing_for_memory: these kernels if memory is short.
+        replacing_for_memory: the kernels that may do so if memory is short.
     """
 
     estimates: bool = False

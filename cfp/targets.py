@@ -73,7 +73,7 @@ class Target:
         return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 
     def flatten(self) -> FlatStep:
-        """Returns the step over its argument leaves; see `flatten_step`."""
+        """Returns the step as a function of flat arrays; see `flatten_step`."""
         return flatten_step(
             self.step, self.args, static_argnums=self.static, donate_argnums=self.donate
         )
@@ -356,7 +356,7 @@ def _may_pick(leaf: Any) -> bool:
 def _rows(
     step: FlatStep, places: Sequence[Any], which: Collection[int]
 ) -> dict[int, int]:
-    """Returns {leaf: number of rows} of leaves that are indices of rows in the step."""
+    """Returns {leaf's index: number of rows} of leaves that pick rows in the step."""
     place = places[0]
     if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
         mesh = planning_mesh(place.mesh)

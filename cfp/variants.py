@@ -82,7 +82,7 @@ class FoundPlan:
 def complete_plan(
     context: PlanContext, analyzed: Analyzed, outcome: RaceOutcome
 ) -> FoundPlan:
-    """Completes the plan of a race's winner.
+    """Makes the plan of a race's winner, with its figures.
 
     Raises:
         MemoryBudgetError: no candidate fits in memory.
@@ -121,7 +121,7 @@ def complete_plan(
 def _nothing_fits(
     context: PlanContext, outcome: RaceOutcome, analysis: Analysis
 ) -> CfpError:
-    """Error: no compiled candidate fits in memory or runs."""
+    """Returns the error of a race in which no candidate fits in memory or runs."""
     reserve = context.memory.reserve_bytes if context.memory else 0
     error = no_winner(analysis, outcome.results, context.budget_bytes, reserve)
     if isinstance(error, MemoryBudgetError) and context.is_over:
@@ -135,7 +135,7 @@ def _nothing_fits(
 def wrong_kernels(
     context: PlanContext, found: FoundPlan
 ) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Runs replaced parts beside the original ops; returns wrong kernels, and notes.
+    """Compares kernels with the ops they replace; returns names of wrong ones, notes.
 
     Both are empty for described devices and for a mesh of several processes.
     """
@@ -327,7 +327,10 @@ class _Planning:
         raise error
 
     def lean(self, short: Sequence[_Tried]) -> list[_Tried]:
-        """Plans with state in host memory; else leaner variants, until one fits."""
+        """Plans the smallest of `short` with state in host memory, else leaner variants.
+
+        Stops at the first that fits. Returns the leaner variants that were tried.
+        """
         needs = {_lacks(one).smallest_feasible_bytes: one for one in reversed(short)}
         least = needs[min(needs)]
         if self.options.preset is None:
@@ -408,11 +411,11 @@ class _Planning:
         return self.known[variant.name]
 
     def step_of(self, variant: Variant) -> FlatStep:
-        """Returns a variant's step over its argument leaves."""
+        """Returns a variant's step as a function of flat arrays."""
         return self.options.flatten(variant.fn, variant.args, variant.kwargs)
 
     def analyze(self, variant: Variant, step: FlatStep) -> Analyzed:
-        """Analyses a variant, at once in all processes with devices of its mesh."""
+        """Analyses a variant; other processes of its mesh do so at the same time."""
         mesh = variant.mesh
         talk = leading(mesh) if isinstance(mesh, Mesh) else None
         said = talk and talk.say("trace", variant.name, step.in_host)
@@ -442,7 +445,7 @@ class _Planning:
             progress(replace(event, label=f"{before}{event.label}".rstrip(": ")))
 
     def raced(self, found: Mapping[str, FoundPlan]) -> Mapping[str, RaceResult]:
-        """Races the plans; empty if time is over before all are compiled."""
+        """Races the plans, by name; empty if one is not compiled in time, or none runs."""
         # Results are stored apart from races of one variant or of other variants.
         every = sorted(_program(name, one).identity for name, one in found.items())
         field = hashlib.sha256("".join(every).encode()).hexdigest()
@@ -460,7 +463,7 @@ class _Planning:
         return dict(zip(found, results, strict=True))
 
     def followed(self, talk: Coordination) -> Fastest:
-        """Follows the planning of process 0, and returns its plan."""
+        """Compiles and runs what process 0 asks for; returns the plan it made."""
         by_name = {one.name: one for one in self.variants}
 
         def trace(name: str, in_host: Sequence[tuple[int, int]]) -> Program:
@@ -486,7 +489,7 @@ class _Planning:
 
 @contextmanager
 def _kept_error(one: _Tried) -> Iterator[None]:
-    """Stores a CfpError in the variant; a ProcessError is raised."""
+    """Stores a CfpError of the block in `one.error`, else None; raises ProcessErrors."""
     one.error = None
     try:
         yield
@@ -497,7 +500,6 @@ def _kept_error(one: _Tried) -> Iterator[None]:
 
 
 def _lacks(one: _Tried) -> MemoryBudgetError:
-    """Returns the error of a variant that does not fit in memory."""
     assert isinstance(one.error, MemoryBudgetError)
     return one.error
 
@@ -534,7 +536,7 @@ def _program(name: str, found: FoundPlan, *where: tuple[str, str]) -> RaceProgra
 
 
 def _no_plan(tried: Sequence[_Tried]) -> CfpError:
-    """Makes the error of all variants; if none fits, that of the smallest one."""
+    """Returns an error with those of all variants; if none fits, of the smallest."""
     errors = {one.variant.name: one.error for one in tried if one.error}
     short = {n: one for n, one in errors.items() if isinstance(one, MemoryBudgetError)}
     if len(short) == len(errors):

@@ -99,7 +99,7 @@ class _Planned(NamedTuple):
 
 @contextmanager
 def _named_by_environment(may_be: bool) -> Iterator[None]:
-    """Adds to a PlanMismatch inside that CFP_PLAN named the plan, if set and `may_be`."""
+    """Adds to a PlanMismatch that CFP_PLAN named the plan, if it did and `may_be`."""
     path = os.environ.get(PLAN_VARIABLE)
     try:
         yield
@@ -216,7 +216,7 @@ class ParallelStep:
             return _Planned(now, bound, bound.compile_bound(tell))
 
     def _why_again(self, step: FlatStep, now: Hashable) -> str:
-        """Returns how a call differs from the latest, or ""; warns once of new types."""
+        """Returns how a call differs from the latest, or ""; warns of types once."""
         if self._latest is None:
             return ""
         before = self._latest.compiled.step
@@ -277,7 +277,7 @@ class ParallelStep:
         kwargs: Mapping[str, Any],
         options: dict[str, Any],
     ) -> Plan:
-        """Plans a step; after the first time on its mesh, in its shardings if they fit."""
+        """Plans a step; later on the first plan's mesh, in its shardings if they fit."""
         find = partial(plan_anew, self._fn, *args, **kwargs)
         if not self.plans:
             return find(mesh=self._mesh, **options)

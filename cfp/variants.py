@@ -327,7 +327,7 @@ class _Planning:
         raise error
 
     def lean(self, short: Sequence[_Tried]) -> list[_Tried]:
-        """Plans the smallest of `short` with state in host memory, else leaner variants.
+        """Plans the smallest variant with state in host memory, else leaner variants.
 
         Stops at the first that fits. Returns the leaner variants that were tried.
         """
@@ -445,7 +445,7 @@ class _Planning:
             progress(replace(event, label=f"{before}{event.label}".rstrip(": ")))
 
     def raced(self, found: Mapping[str, FoundPlan]) -> Mapping[str, RaceResult]:
-        """Races the plans, by name; empty if one is not compiled in time, or none runs."""
+        """Races the plans, by name; empty if one is not compiled in time or none runs."""
         # Results are stored apart from races of one variant or of other variants.
         every = sorted(_program(name, one).identity for name, one in found.items())
         field = hashlib.sha256("".join(every).encode()).hexdigest()
@@ -489,7 +489,7 @@ class _Planning:
 
 @contextmanager
 def _kept_error(one: _Tried) -> Iterator[None]:
-    """Stores a CfpError of the block in `one.error`, else None; raises ProcessErrors."""
+    """Stores a CfpError of the block in `one.error`, else None; not a ProcessError."""
     one.error = None
     try:
         yield

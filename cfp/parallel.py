@@ -277,7 +277,7 @@ class ParallelStep:
         kwargs: Mapping[str, Any],
         options: dict[str, Any],
     ) -> Plan:
-        """Plans a step; later on the first plan's mesh, in its shardings if they fit."""
+        """Plans a step; later plans have the first's mesh, and its shardings if they fit."""
         find = partial(plan_anew, self._fn, *args, **kwargs)
         if not self.plans:
             return find(mesh=self._mesh, **options)

@@ -237,7 +237,7 @@ def _measured(
     measurer: Measurer,
     all_presets: bool,
 ) -> Profiles:
-    """Measures strategies until no unmeasured preset may be faster, or needed to fit."""
+    """Measures strategies until no unmeasured preset may be faster or needed to fit."""
     settings, rules = context.settings, context.rules
     estimates, every = estimate_among(analysis, rates, settings.dimensions)
     costs = Costs(analysis, rates, Dimension.REMAT in settings.dimensions)

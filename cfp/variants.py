@@ -445,7 +445,7 @@ class _Planning:
             progress(replace(event, label=f"{before}{event.label}".rstrip(": ")))
 
     def raced(self, found: Mapping[str, FoundPlan]) -> Mapping[str, RaceResult]:
-        """Races the plans, by name; empty if one is not compiled in time or none runs."""
+        """Races plans, by name; empty if one is not compiled in time, or none runs."""
         # Results are stored apart from races of one variant or of other variants.
         every = sorted(_program(name, one).identity for name, one in found.items())
         field = hashlib.sha256("".join(every).encode()).hexdigest()

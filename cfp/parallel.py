@@ -216,7 +216,7 @@ class ParallelStep:
             return _Planned(now, bound, bound.compile_bound(tell))
 
     def _why_again(self, step: FlatStep, now: Hashable) -> str:
-        """Returns how a call differs from the latest, or ""; may warn, once."""
+        """Returns how a call differs from the latest, or ""; may warn of it once."""
         if self._latest is None:
             return ""
         before = self._latest.compiled.step
@@ -277,7 +277,7 @@ class ParallelStep:
         kwargs: Mapping[str, Any],
         options: dict[str, Any],
     ) -> Plan:
-        """Plans a step; later plans keep the first's mesh, and its shardings if able."""
+        """Plans a step; later on the first mesh, with its shardings if they then fit."""
         find = partial(plan_anew, self._fn, *args, **kwargs)
         if not self.plans:
             return find(mesh=self._mesh, **options)

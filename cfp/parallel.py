@@ -277,7 +277,7 @@ class ParallelStep:
         kwargs: Mapping[str, Any],
         options: dict[str, Any],
     ) -> Plan:
-        """Plans a step; later on the first mesh, with its shardings if they then fit."""
+        """Plans a step; later on the first mesh, with its shardings if these fit."""
         find = partial(plan_anew, self._fn, *args, **kwargs)
         if not self.plans:
             return find(mesh=self._mesh, **options)

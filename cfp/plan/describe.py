@@ -72,7 +72,7 @@ _Move = tuple[str, tuple[str, ...], int]  # A collective's kind, axes and bytes.
 def plan_segments(
     analysis: Analysis, choice: Choice, problem: Problem | None
 ) -> tuple[PlanSegment, ...]:
-    """Describes each segment's choice; without `problem`, no segment has a time."""
+    """Describes each segment's choice; `time_ms` is None if `problem` lacks it."""
     frame = analysis.frame
     readers = group_readers(frame)
 

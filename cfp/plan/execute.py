@@ -394,7 +394,7 @@ class ReusableExecutable:
     def of(
         cls, program: Program, mesh: Mesh, job: Job, built: Built
     ) -> ReusableExecutable:
-        """Makes the record of a built whole program."""
+        """Makes the record of a whole step that `job` compiled to `built`."""
         types = signature(program, job.part)
         return cls(built, job, mesh, program.content, types)
 

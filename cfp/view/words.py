@@ -186,7 +186,7 @@ def known_how(plan: Plan) -> str:
 
 
 def basis_text(plan: Plan) -> str:
-    """Returns the basis of a plan's predicted time: ``by estimates``."""
+    """Returns a prediction's basis: "by estimates" or "by measured segments"."""
     # A plan may be measured on virtual devices, and its prediction estimated.
     is_estimate = "estimated" in (plan.rung, known_how(plan))
     return "by estimates" if is_estimate else "by measured segments"

@@ -92,7 +92,7 @@ class Report:
         return [part for part in self.parts.values() if part.reason]
 
     def __str__(self) -> str:
-        """Lists the parts, one a line, replaced parts first."""
+        """Counts and lists the parts, one a line, replaced parts first."""
         lines = [f"{len(self.replaced)} parts replaced, {len(self.left)} left"]
         for path, part in sorted(
             self.parts.items(), key=lambda one: one[1].reason != ""

@@ -43,9 +43,9 @@ _LONGEST = """
     distributed/test_several cluster/test_ray profiling/test_faults api/test_planner
     race/test_race checks/test_check moe/test_moe_passes
     program/test_partitioned plan/test_keep cli/test_cli api/test_api
-    models/test_models attention/test_tools profiling/test_collectives
-    presets/test_presets attention/test_replaced analysis/test_blocks
-    attention/test_called presets/test_propagated api/test_variants
+    models/test_models kernels/test_tools profiling/test_collectives
+    analysis/test_presets kernels/test_replaced analysis/test_blocks
+    kernels/test_called analysis/test_propagated api/test_variants
     proving/test_proving bench/test_scripts docs/test_docs
     analysis/test_communication analysis/test_segments race/test_remembered
     docs/test_tutorial api/test_estimated api/test_alone

@@ -186,7 +186,7 @@ def test_attentions_that_are_left_alone_are_listed_with_the_reason(mesh, tmp_pat
     plan = cfp.plan(double, params, x[:, :16], **how)
     shown = " ".join(explain_text(plan).split())
     why = "its output is not that of a softmax of scaled scores"
-    assert f"{why} (attention/test_plans.py:" in shown
+    assert f"{why} (kernels/test_plans.py:" in shown
     loaded = cfp.Plan.from_json(json.loads(plan.to_json()))
     assert loaded.figures.left == plan.figures.left != ()
     left = [one for one in loaded.figures.left if not one.kernel]

@@ -19,7 +19,7 @@ from textwrap import TextWrapper
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
@@ -129,18 +129,58 @@ class Rows:
         rows = [replace(r, cells=tuple(compress(r.cells, kept))) for r in self.rows]
         return replace(self, headings=tuple(compress(self.headings, kept)), rows=rows)
 
-    def table(self, border: box.Box) -> Table:
-        """Renders the table for a rich console; long cells are folded."""
+    def table(self, border: box.Box) -> RenderableType:
+        """Returns the table; long cells fold at the width of the output."""
+        return _Fitted(self, border)
+
+    def widths(self, most: int) -> list[int | None]:
+        """Returns column widths of a table of `most` characters that keep words whole.
+
+        Numbers keep their unit. The widest column that has room is narrowed first. If
+        the longest words do not fit, each width is None.
+        """
+        widths, least = [], []
+        for name, *cells in zip(
+            self.headings, *(r.cells for r in self.rows), strict=True
+        ):
+            words = [w for text in (name, *cells) for w in text.split()]
+            words += cells if name in self.numbers else []
+            widths.append(max(map(len, (name, *cells))))
+            least.append(max(map(len, words), default=0))
+        most -= 3 * len(widths) - 1  # Borders, and spaces beside them.
+        if sum(least) > most:
+            return [None] * len(widths)
+        while sum(widths) > most:
+            spare = [w if w > low else 0 for w, low in zip(widths, least, strict=True)]
+            widths[spare.index(max(spare))] -= 1
+        return [*widths]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fitted:
+    """A table that is made once its width is known."""
+
+    rows: Rows
+    border: box.Box
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        rows = self.rows
         table = Table(
-            box=border, title=self.title or None, title_justify="left", pad_edge=False
+            box=self.border,
+            title=rows.title or None,
+            title_justify="left",
+            pad_edge=False,
         )
-        for heading in self.headings:
-            justify = "right" if heading in self.numbers else "left"
-            table.add_column(heading, justify=justify, overflow="fold")
-        for row in self.rows:
+        widths = rows.widths(options.max_width)
+        for heading, width in zip(rows.headings, widths, strict=True):
+            justify = "right" if heading in rows.numbers else "left"
+            table.add_column(heading, justify=justify, overflow="fold", width=width)
+        for row in rows.rows:
             style = "bold" if row.won else None
             table.add_row(*row.cells, style=style, end_section=row.ends)
-        return table
+        yield table
 
 
 def sheet(

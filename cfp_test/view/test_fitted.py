@@ -76,3 +76,13 @@ def test_no_cell_of_a_table_loses_a_letter_at_any_width():
         inside = [line[1:-1].split("|") for line in lines[3:-1]]
         found = ["".join(column) for column in zip(*inside, strict=True)]
         assert [*map(packed, found)] == [*map(packed, cells)]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_words_stay_whole_where_the_longest_ones_fit(width):
+    long = "up_0/Residual_0/Conv_0"
+    cells = (f"{long}, {long} and 32 more", "900.00 KiB", "does not fit, as compiled")
+    made = Rows(title="", headings=("name", "memory", "note"), rows=[Row(cells=cells)])
+    text = plain_text(made.table(box.ASCII), width)
+    assert text.count(long) == 2 and "900.00 KiB" in text
+    assert max(map(len, text.splitlines())) <= width

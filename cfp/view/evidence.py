@@ -249,7 +249,7 @@ def worth(
 def _predicted(
     problem: Problem, kept: Sequence[Sequence[int]]
 ) -> tuple[float, float | None] | None:
-    """Returns (best ms, best ms of `kept` options or None); None if all are kept."""
+    """Returns (best ms, best of `kept` or None); None if all are kept or none fits."""
     if [*map(len, kept)] == [*map(len, problem.options)]:
         return None
     if (best := solve(problem)) is None:

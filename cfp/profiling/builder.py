@@ -101,7 +101,7 @@ class BuildEnvironment:
 
     @property
     def executables_dir(self) -> Path | None:
-        """Folder of compiled steps under plans (`cfp.plan.execute`); may be None."""
+        """Folder of compiled steps under plans; None for no caches."""
         return self.folder and self.folder / "executables"
 
     def autotune_dir(self, platform: str) -> Path | None:
@@ -115,7 +115,7 @@ class BuildEnvironment:
         return bool(tuned) and not any(one.is_file() for one in tuned.rglob("*"))
 
     def options(self, platform: str) -> dict[str, str]:
-        """Returns compiler options for a platform that name the caches."""
+        """Returns compiler options that name the caches, and makes their folder."""
         if (tuned := self.autotune_dir(platform)) is None:
             return {}
         make_private_folder(tuned)  # XLA refuses one that is missing.
@@ -128,7 +128,7 @@ class Built(CompiledBytes):
 
     Attributes:
       compiled: function of flat arrays; None if a child process compiled it.
-      shared: job number of the same program in other processes; None with one process.
+      shared: number of the build in other processes; None with one process.
       collectives: collectives of one run.
       build_seconds: time of tracing, lowering and compiling.
     """
@@ -147,7 +147,7 @@ class Built(CompiledBytes):
         samples_ms: Sequence[float] = (),
         run_seconds: float = 0.0,
     ) -> ProfileRecord:
-        """Makes the record of this program, with its memory and collectives."""
+        """Makes the record of a run or failure, with this memory and collectives."""
         return ProfileRecord(
             key=self.key.digest,
             parts=self.key.parts,
@@ -270,7 +270,7 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> CompiledBytes:
 
 
 def _bytes_in_host(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Computes bytes per device of arguments and results in host memory."""
+    """Bytes in host memory, per device, by field of `CompiledBytes`; {} if unknown."""
     arguments = tree_leaves(compiled.args_info)
     ins = tree_leaves(compiled.input_shardings)
     if len(ins) != len(arguments):  # Unused arguments were dropped.

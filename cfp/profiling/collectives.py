@@ -216,7 +216,7 @@ def axis_groups(axes: Iterable[tuple[str, int]]) -> tuple[tuple[str, ...], ...]:
 
 
 def rising(points: Iterable[tuple[int, float]]) -> Curve:
-    """Sorts points by size; a point slower than a larger one gets that one's time.
+    """Sorts (bytes, ms) points by bytes, and lowers times that exceed a larger one's.
 
     More bytes never take less time. The slower point had noise, which only adds time.
     """
@@ -460,7 +460,7 @@ def build_probe(key: ProfileKey, probe: RateProbe, mesh: Mesh) -> Built | Profil
 
 
 def probe_of(mesh: Mesh, label: str) -> RateProbe:
-    """Returns the probe of a mesh with a label."""
+    """Returns the mesh's probe that has a label."""
     return next(one for one in probes(mesh, _sizes(mesh)) if one.label == label)
 
 
@@ -567,7 +567,7 @@ def measure_rates(
 
 
 def known_rates(mesh: Mesh, store: ProfileStore) -> Rates | None:
-    """Returns the stored rates of a mesh; None if any probe was not measured."""
+    """Returns the stored rates of a mesh; None if a probe has no stored record."""
     mesh, by_key = _probes_by_key(mesh)
     found = store.get_many([key.digest for key in by_key])
     if any(key.digest not in found for key in by_key):
@@ -576,7 +576,7 @@ def known_rates(mesh: Mesh, store: ProfileStore) -> Rates | None:
 
 
 def _probes_by_key(mesh: Mesh) -> tuple[Mesh, dict[ProfileKey, RateProbe]]:
-    """Returns the mesh to measure (as planned), and its probes by key."""
+    """Returns the mesh with automatic axes, as plans have, and its probes by key."""
     mesh = planning_mesh(mesh)
     every = ",".join(name for name, size in mesh.shape.items() if size > 1)
     shape = mesh_text(mesh.shape.items())

@@ -406,7 +406,7 @@ def compile_right(
 
 
 def miscompile_reason(hlo_text: str) -> str | None:
-    """Returns the reason why a program may read overwritten values; None if not."""
+    """Returns why a program may read overwritten values; None if it surely does not."""
     if not hlo_text.strip():
         return "it has no text"
     if not has_rematerialized(hlo_text):

@@ -49,7 +49,7 @@ _SAME = {
 
 
 def counts(program: Program, ops: tuple[int, ...]) -> dict[int, int]:
-    """Returns {value: least number of rows} for values from which indices follow."""
+    """Returns {value that becomes indices: fewest rows of a tensor indexed by it}."""
     found: dict[int, int] = {}
     for op_id in program.with_bodies(ops):
         for value, count in _picks(program, program.ops[op_id]):
@@ -59,7 +59,7 @@ def counts(program: Program, ops: tuple[int, ...]) -> dict[int, int]:
 
 
 def _picks(program: Program, op: Op) -> list[tuple[int, int]]:
-    """Returns (value, number of rows) for values by which an op selects."""
+    """Returns (value, number of rows) of indices, and of values compared to an iota."""
     if op.kind in ("gather", "scatter"):
         is_gather = op.kind == "gather"
         dims = op.integers(
@@ -88,7 +88,7 @@ def _counted(program: Program, value: int) -> int:
 
 
 def sources(program: Program, value: int) -> set[int]:
-    """Returns values from which a value follows by ops that keep its size, and itself.
+    """Returns a value and those from which it follows by ops that keep its size.
 
     These ops are casts, slices, reshapes, sums and the like (`_SAME`).
     """
@@ -285,7 +285,7 @@ _BARRIERS = frozenset(
 
 
 def above_zero(program: Program, ops: tuple[int, ...]) -> frozenset[int]:
-    """Returns values that must be above zero, or some top-level ops give NaN."""
+    """Returns ids of values that must be above zero, or some of `ops` give NaN."""
     every = (program.ops[op_id] for op_id in program.with_bodies(ops))
     first = [op.operands[_DOMAINS[op.kind]] for op in every if op.kind in _DOMAINS]
 
@@ -299,7 +299,7 @@ def above_zero(program: Program, ops: tuple[int, ...]) -> frozenset[int]:
 
 
 def _operands(op: Op, v: int) -> tuple[int, ...]:
-    """Returns the operands that decide the sign of an op's result `v`."""
+    """Returns the operands that decide the sign of an op's result `v`; may be ()."""
     is_square = op.kind == "multiply" and op.operands[0] == op.operands[1]
     if op.kind in _BARRIERS or is_square:
         return ()

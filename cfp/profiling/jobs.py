@@ -109,9 +109,9 @@ class Measurer:
     def __call__(
         self, jobs: Sequence[Job], ignore_end: bool = False
     ) -> Mapping[str, ProfileRecord]:
-        """Returns records by key; jobs that may not be measured, or late, are absent.
+        """Measures jobs that have no record, and returns records by key.
 
-        `ignore_end` ignores the deadline.
+        Without `measure`, or after the deadline unless ignored, such jobs are absent.
         """
         # May add failures of processes that died.
         settle(self.store)
@@ -355,7 +355,7 @@ class _Run:
         return [job for job in jobs if job.key.digest not in found]
 
     def _build(self, job: Task, opens: bool) -> Outcome:
-        """Builds a job in a thread, and opens links with it if it is the first."""
+        """Builds a job, and stores a failure; `opens` opens links with the program."""
         outcome = self.place.build(job)
         if isinstance(outcome, ProfileRecord):
             self._keep(outcome)

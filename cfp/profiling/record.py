@@ -321,7 +321,7 @@ _KIND = (
 
 
 def other_kind(parts: Parts, here: Parts) -> str:
-    """Names the differences of a key's machine from another; "" if of one kind."""
+    """Names the differences between two keys' machines; "" if they are of one kind."""
     theirs, ours = dict(parts), dict(here)
     return "; ".join(
         f"{name}: {theirs.get(name, 'none')} there, {ours.get(name, 'none')} here"
@@ -477,7 +477,7 @@ def _gpus() -> dict[tuple[int, ...] | None, tuple[int, str, str]]:
 
 
 def _links(numbers: Sequence[int]) -> str:
-    """Returns links of all pairs, as ``NV18,SYS,SYS``; one link if all are equal."""
+    """Returns links of all pairs, as ``NV18,SYS,SYS``; one if equal, "" for no pair."""
     if len(numbers) < 2:
         return ""
     lines = [line.split("\t") for line in ask_driver("topo", "-m").splitlines()]

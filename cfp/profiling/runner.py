@@ -383,7 +383,7 @@ def execute_here(
 
 
 def compile_generators(program: Program, mesh: Mesh, job: Job) -> None:
-    """Compiles the generators of a job's inputs, ahead of their use."""
+    """Compiles the functions that make a job's inputs, ahead of their use."""
     # Failures repeat, and are recorded, when the inputs are made.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         for kind in input_kinds(program, job.part, job.in_specs):

@@ -77,7 +77,7 @@ class ProfileStore:
             self._connection = None
 
     def alone(self, keys: Iterable[str]) -> AbstractContextManager[bool]:
-        """Context that holds the lock to measure some jobs; yields False without it."""
+        """Context that locks the measuring of keys; yields False if it is locked."""
         # One lock for each first letter of keys is enough: clashes are rare.
         name = f"{self.path.name}.measuring-{min(keys)[0]}"
         return locked(self.path.with_name(name), waits=False)

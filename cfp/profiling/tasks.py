@@ -188,7 +188,7 @@ Cause = tuple[Status, str]  # (status, reason) of a failure's record.
 
 
 def operations(connection: Connection) -> dict[str, list[Operation]]:
-    """Returns {owner: operations} of a store; owners are processes."""
+    """Returns {owner: operations} of a store; "" owns suspects of a process's death."""
     found: dict[str, list[Operation]] = {}
     for owner, text in connection.execute("SELECT owner, json FROM in_flight"):
         data = json.loads(text)
@@ -223,12 +223,12 @@ def settle(
 ) -> list[Operation]:
     """Removes operations of dead processes, and records failures of suspects.
 
-    An operation is recorded as a failure if it is the only suspect, and it was overdue,
-    the cause is known, or two processes died of it. Others are noted.
+    The only suspect is recorded as a failure, if it was overdue, the cause is known, or
+    two processes died of it. Other suspects are noted.
 
     Args:
       pid: id of a process that has ended, if its parent calls this.
-      cause: why that process ended; None if unknown.
+      cause: (status, reason) of that end; None if unknown.
 
     Returns:
       The operations of which process `pid` may have died.

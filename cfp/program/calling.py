@@ -195,7 +195,7 @@ def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | Non
 def changed(
     before: Mapping[str, Any], passed: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """Returns {path: array} of `leaves_of_modules` that are not those of `before`."""
+    """Returns {path: new array} of leaves in `before` that `passed` has replaced."""
     now = dict(leaves_of_modules(passed))
     return {
         path: now[path]

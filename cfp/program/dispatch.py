@@ -189,7 +189,7 @@ class Dispatch:
         return Look(leaves, [*compress(self._all, map(is_not, there, leaves))], memory)
 
     def has_leaves(self, look: Look) -> bool:
-        """True if no new leaf is a pytree of several leaves."""
+        """True if each new leaf is a leaf for JAX, too, and not a container."""
         leaves = look.leaves
         return all(treedef_is_leaf(tree_structure(leaves[i])) for i in look.new)
 

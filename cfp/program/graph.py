@@ -161,11 +161,11 @@ class Op:
         return self.operands + self.yields
 
     def entered(self, place: int) -> tuple[int, ...]:
-        """Returns ids of a loop's condition's and body's arguments for an operand."""
+        """Returns ids of the loop's region arguments that begin as operand `place`."""
         return self.entries[place :: len(self.operands)]
 
     def yielded(self, place: int) -> tuple[int, ...]:
-        """Returns ids that a loop's body, or a branch's cases, return for a result."""
+        """Returns ids of values that the body, or each case, returns for a result."""
         return self.yields[place :: len(self.results)]
 
     def integers(self, name: str) -> tuple[int, ...]:
@@ -267,7 +267,7 @@ class Program:
         return tuple(tuple(u) for u in found)
 
     def entered(self, value: int) -> list[tuple[int, int]]:
-        """Returns ids (initial value, argument) of each loop that an argument enters.
+        """Follows a loop's argument outwards; returns (initial value, argument) ids.
 
         The outermost loop comes first; [] for values that are no loop's argument.
         """
@@ -286,7 +286,7 @@ class Program:
     def leaf_ops(self) -> frozenset[int]:
         """Ids of ops that depend on no argument: constants, iotas and ops of them.
 
-        They are cheap to repeat, and sharing them ties nothing together.
+        They are cheap to repeat, so that their readers may be sharded differently.
         """
         depends = [v.producer == -1 for v in self.values]
         leaves = set()
@@ -334,7 +334,7 @@ class Program:
         return parent < 0 or parent in self.opened
 
     def top_level(self, op: int) -> int:
-        """Id of the op itself if at top level, else of the loop or branch around it."""
+        """Id of the op, or of the loop or branch around it, that `is_top_level`."""
         while not self.is_top_level(op):
             op = self.ops[op].parent
         return op

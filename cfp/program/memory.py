@@ -153,7 +153,7 @@ def in_memory(shardings: Sequence[_S], kinds: Sequence[str]) -> tuple[_S, ...]:
 def placed_avals(
     avals: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Adds a sharding to a type if it is in host memory or has explicit axes."""
+    """Adds to types those shardings that are in host memory or on explicit axes."""
     return tuple(
         jax.ShapeDtypeStruct(
             aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding

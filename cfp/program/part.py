@@ -169,8 +169,8 @@ def lower_part(
 ) -> jax.stages.Lowered:
     """Lowers a part of a program with constraints, ready to compile.
 
-    Host callbacks are removed, and return zeros. All values are in device memory,
-    except in a whole program.
+    Zeros replace the results of host callbacks. All values are in device memory, except
+    in a whole program.
 
     Args:
         constraints: in the program's value and op ids.

@@ -157,7 +157,7 @@ _DESCRIBED: dict[Any, PartitionedCall] = {}
 
 
 def call_of(attributes: str) -> PartitionedCall | None:
-    """Returns the op that a call with these attributes names; None for other calls."""
+    """Returns the op that a call's attributes name; None if this process has none."""
     found = PARTITIONED.search(attributes)
     return _CALLS.get(found[1]) if found else None
 
@@ -247,7 +247,7 @@ def _common(tensors: Sequence[Shape], places: Iterable[OpDim], pieces: int = 0) 
 
 
 def lowering_parameters(mesh: Mesh | AbstractMesh | None) -> mlir.LoweringParameters:
-    """Returns JAX's lowering parameters that lower custom_partitioning ops by name.
+    """Returns JAX's lowering parameters that make custom_partitioning ops named calls.
 
     For an `AbstractMesh` they lower host callbacks, too. None is for programs without
     arguments, which run on one device.
@@ -446,7 +446,7 @@ def is_call(op: ir.Operation) -> bool:
 def spec_of(sharding: Any, mesh: Mesh) -> PartitionSpec:
     """Converts an XLA sharding to a `PartitionSpec` of a mesh.
 
-    Returns ``PartitionSpec()``, replicated, if the sharding splits an axis.
+    Returns ``PartitionSpec()``, replicated, if the sharding is not by whole axes.
     """
     if not sharding.is_tiled():
         return PartitionSpec()
@@ -469,7 +469,7 @@ def spec_of(sharding: Any, mesh: Mesh) -> PartitionSpec:
 
 
 def _partition(call: PartitionedCall, mesh: Mesh, operands: Any, results: Any) -> Any:
-    """Returns the per-device function of a call, as JAX's ``partition`` callback."""
+    """Returns what JAX's ``partition`` callback has to: mesh, function, shardings."""
     given = jax.tree.map(lambda one: one.sharding, (operands, results))
     if dims := _settled(call, mesh, call.axes(*given)):
         return call.partitioned(mesh, dims)
@@ -484,7 +484,7 @@ def _partition(call: PartitionedCall, mesh: Mesh, operands: Any, results: Any) -
 
 
 def _settled(call: PartitionedCall, mesh: Mesh, given: Sequence[Spec]) -> Dims:
-    """Returns the axes of dims: all dims of a factor as the first sharded of them."""
+    """Returns {dim: axes}: a factor's dims get the axes of its first sharded dim."""
     found: Dims = {}
     used: set[str] = set()
     for factor in call.factors:

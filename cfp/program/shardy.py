@@ -333,7 +333,7 @@ def normalise(module: ir.Module) -> int:
 
 
 def _tidy_moves(function: ir.Operation) -> None:
-    """Drops moves to a value's own memory; puts arguments' late, results' early."""
+    """Removes moves that change no memory; puts arguments' late, and results' early."""
     [block] = function.regions[0].blocks
     moves = []
     for op in filter(moves_to_memory, [one.operation for one in block.operations]):

@@ -283,7 +283,7 @@ class Costs:
         ahead, back = passing.get((left, right), ()), passing.get((right, left), ())
 
         def laid_out(index: int, of: Iterable[SegmentChoice]) -> list[_Side]:
-            """A layout per choice; choices that shard passing values alike share it."""
+            """A layout of each choice; equal if passing values are sharded alike."""
             blocks, first = self.analysis.segments[index].blocks, {}
             every = ((self._laid_out(index, o.plain.as_written), blocks) for o in of)
             return [first.setdefault(self._ends(o, (*ahead, *back)), o) for o in every]
@@ -558,5 +558,5 @@ def _one_way(
 
 
 def _crossing(makers: Sequence[BlockTerms], readers: Sequence[BlockTerms]) -> list[int]:
-    """Values that one block makes and another reads, under any strategy."""
+    """Ids of values that one block makes and another reads, under every strategy."""
     return [v for v in makers[0].makes if v in readers[0].reads]

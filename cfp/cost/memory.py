@@ -403,7 +403,7 @@ def _elements(program: Program, v: int) -> int:
 
 
 def _turned(op: Op, order: Order) -> Order:
-    """Order in which a transpose's result has its operand's dims, read in `order`."""
+    """Order of a transpose's result, from its operand's; `_LOST` if it is unknown."""
     rule = op.known_rule
     before, after = (
         [f for f in map(rule.major, dims) if f is not None]

@@ -186,8 +186,8 @@ def first_of_kernels(
     """Returns the first job of each `Job.kernels`, in the order to tune them.
 
     Jobs with keys in `tuned` are left out. The largest come first, so that devices end
-    at the same time; of equal ones, those with replaced kernels: their other kernels
-    are part of the same job's without them.
+    at the same time. Of equally large jobs, those with replaced ops come first: jobs
+    without share their other kernels.
     """
     found: dict[Hashable, Job] = {}
     for job in jobs:

@@ -6,13 +6,13 @@ no search repeats a compile that is known to run out of memory.
 `ProfileKey` names everything on which a measurement depends, as parts. Their digest is
 the key in the store. The parts are stored with the record, to name differences of
 another machine: "jax_version: 0.10.2 there, 0.11.2 here". GPUs' links, power limits and
-driver are parts, from ``nvidia-smi``: JAX has one device kind for GPUs with NVLink and
+driver are parts, from ``nvidia-smi``. JAX has one device kind for GPUs with NVLink and
 with PCIe, but times of their collectives differ.
 
 Plans, and records from other machines, may contain any XLA option. Some options write
 files (``xla_dump_to``), load them, or change results (``xla_gpu_enable_fast_min_max``).
-So a file may only have options that are known to change no more than a program's
-schedule or memory, with a value of the option's type (`refused_option`).
+So only options are allowed that change no more than a program's schedule or memory,
+with a value of the option's type (`refused_option`).
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def within_reach(
 
 
 def exempt_from_reach(candidates: Sequence[Candidate]) -> set[Any]:
-    """Returns keys of the first candidate (the plan) and of the fastest preset."""
+    """Returns keys of the plan (the first one) and of the preset predicted fastest."""
     known = [one for one in candidates if one.is_preset and one.predicted_ms]
     best = sorted(known, key=expected_ms)[:1]
     return {one.key for one in (*candidates[:1], *best)}

@@ -116,7 +116,7 @@ class Builder:
 
     @property
     def in_flight(self) -> InFlight:
-        """Context manager for the time of builds and runs, which it notes."""
+        """Context that notes builds and runs in the store while they are under way."""
         return InFlight(self.store, self.options.limits, self.program.name)
 
 

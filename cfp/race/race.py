@@ -118,7 +118,7 @@ class Race:
         race: Parts = (),
         looks: Mapping[str, ProfileRecord] = MappingProxyType({}),
     ) -> list[RaceResult]:
-        """Times candidates in turn; see `race_programs`."""
+        """Times candidates by `race_programs`; returns a result for each, in order."""
         where = (*self.context.environment, *race)
         programs = programs_of(self.analysis, candidates, where)
         return race_programs(self.builder, programs, rounds, looks)
@@ -182,7 +182,6 @@ class Race:
         known: Collection[object] = (),
         one_is_enough: bool = False,
     ) -> Admitted:
-        """Compiles candidates until enough fit."""
         problem, analysis = self.solution.problem, self.analysis
         return compile_until_enough_fit(
             candidates,

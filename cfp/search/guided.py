@@ -403,7 +403,7 @@ class _Written:
 def _written_twice(
     maker: RequestBuilder, first: Sequence[MeasurementRequest]
 ) -> list[_Written]:
-    """Pairs requests with their kernel variants; the best by estimate is reference."""
+    """Pairs requests with their kernel variants; each kind's best is the reference."""
     found = []
     for kind, estimate in enumerate(maker.estimates):
         mine = [item for item in first if item.kind == kind]
@@ -437,7 +437,7 @@ def _needed_as_written(
     """
 
     def is_no_slower(way: MeasurementRequest, written: MeasurementRequest) -> bool:
-        """False if `way`, with kernels, is slower: by times alone and in a pair."""
+        """False if the sum of times alone and in a pair is clearly larger for `way`."""
         if not written.is_measured(records):
             return True
         mine_ms, written_ms = way.pair_ms(records), written.pair_ms(records)

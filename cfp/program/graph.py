@@ -314,7 +314,7 @@ class Program:
         return self.values[value].producer in self.leaf_ops
 
     def decides(self, value: int) -> bool:
-        """True if a loop, or a branch's index, depends on a scalar through scalars."""
+        """True if a scalar value reaches a loop, or a branch's index, via scalars."""
 
         def further(v: int) -> list[int]:
             users = () if self.shape(v) else self.users[v]

@@ -128,7 +128,7 @@ class Alarm:
     def guard(
         self, function: Callable[..., Any], results: Sequence[Any]
     ) -> Callable[..., Any]:
-        """Wraps a callback of flat arrays: if it raises, the wrapper returns zeros.
+        """Wraps a callback of flat arrays: stores its first error, and returns zeros.
 
         Args:
             results: shapes and dtypes of the arrays that it returns.

@@ -175,7 +175,7 @@ def find_passing(frame: Frame, segments: Sequence[Segment]) -> Mapping[Pair, lis
 def _made(
     frame: Frame, segments: Sequence[Segment], place: Mapping[int, int]
 ) -> Iterator[tuple[int, int]]:
-    """Yields (value id, its maker's index), as in `find_passing`, but no scalars."""
+    """Yields (value id, index of its maker: see `find_passing`); no scalars."""
     program = frame.program
     for segment in segments:
         for op_id in segment.ops:
@@ -220,8 +220,8 @@ def _nearest(
 def update_blocks(frame: Frame) -> set[int]:
     """Returns indices of blocks in the optimizer's update.
 
-    They hold no product, none depends on them, and the returned state does. They read
-    gradients, or combine gradients with values of the state alone (a weight's norm).
+    They contain no product, and no product depends on them: the returned state does.
+    They read gradients, or combine gradients with values of the state alone (a norm).
     """
     program, flow = frame.program, Flow(frame.program)
     ops = program.ops
@@ -335,10 +335,10 @@ HostState = Mapping[tuple[int, int], int]
 
 
 def movable_state(frame: Frame) -> HostState:
-    """Returns {(argument, output): bytes} of state that only its update reads.
+    """Returns {(argument position, index of its output): bytes} of movable state.
 
-    State of 1 MiB or more counts, the largest first. State that is returned unchanged,
-    or is in host memory already, is left out.
+    Only its update reads such state of 1 MiB or more. The largest comes first. State
+    that is returned unchanged, or is in host memory already, is left out.
     """
     program, found = frame.program, dict[tuple[int, int], int]()
     for group in frame.groups:

@@ -96,7 +96,7 @@ class _Labels:
         )
 
     def _may_hold(self, op: int, block: int) -> bool:
-        """False for -1; in a loop with contractions, True for their blocks alone."""
+        """True if a block may take an op: in a loop, one with contractions there."""
         held = self.held.get(self.program.top_level(op))
         return block != NONE and (held is None or block in held)
 

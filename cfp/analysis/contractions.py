@@ -46,7 +46,7 @@ class Member:
 
     @property
     def derived(self) -> bool:
-        """True if differentiation made the contraction."""
+        """True for gradients' contractions; False for anchors and rematerialization."""
         return self.cotangent >= 0
 
 
@@ -153,7 +153,7 @@ class _Finder:
             self.by_operand.setdefault(base, []).append((block, index))
 
     def _view(self, value: int) -> tuple[int, Permutation]:
-        """Returns the number of the viewed tensor, or its own, and the dims' order."""
+        """Returns a value's number, or that of the tensor it views, and dims' order."""
         number = self.numbers[value]
         rank = len(squeeze(self.program.shape(value)))
         return self.numbers.views.get(number, (number, tuple(range(rank))))
@@ -328,7 +328,7 @@ def form_of(
     ops: Iterable[int],
     values: Iterable[int] = (),
 ) -> Hashable:
-    """Returns a key that is equal for ops of equal rules, connected in the same way.
+    """Returns a key that is equal for ops of equal rules, connected alike.
 
     Equal layers have equal keys. A key includes the places of `values` in the layer.
     """

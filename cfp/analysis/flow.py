@@ -236,7 +236,7 @@ _SAME = (
 def block_names(
     flow: Flow, anchors: Sequence[int], parameters: Set[int]
 ) -> tuple[str, ...]:
-    """Names blocks by their anchors' op ids, and by arguments that are parameters."""
+    """Returns anchors' names: the scope, or else a parameter's path, or the line."""
     ops = [flow.program.ops[anchor] for anchor in anchors]
     scopes = [_scope_of_user(op.scope) for op in ops]
     paths = _shortened([_parameter(flow, op, parameters) for op in ops])
@@ -316,7 +316,7 @@ def weight_place(flow: Flow, op: Op, parameters: Set[int]) -> int:
 
 
 def _origin(flow: Flow, value: int) -> int:
-    """Returns the value before views, slices, casts, scalar factors and loops."""
+    """Returns the value id before views, slices, casts, scalar factors, loops."""
     while True:
         if sources := flow.sources(value):
             value = sources[0]

@@ -30,7 +30,7 @@ from cfp.printable import Name
 from cfp.program.constrain import Constraints
 from cfp.program.graph import Op, Program, searched_once
 
-# (kernel, its kind) pairs for parts of a segment: see `cfp.kernels.kinds`.
+# (kind, kernel) pairs for parts of a segment: see `cfp.kernels.kinds`.
 SegmentKernels = tuple[tuple[Name, Name], ...]
 AS_WRITTEN: SegmentKernels = ()
 
@@ -42,7 +42,7 @@ class Choice:
     Attributes:
         remat: indices of segments whose forward pass is computed again in the backward
             pass: only their inputs are kept.
-        kernels: (segment index, its kernels) pairs; no pair if none.
+        kernels: (segment index, its (kind, kernel) pairs); no entry without kernels.
     """
 
     blocks: tuple[Strategy, ...]
@@ -52,11 +52,11 @@ class Choice:
 
     @property
     def all_kernels(self) -> set[tuple[str, str]]:
-        """The (kernel, kind) pairs of all segments."""
+        """The (kind, kernel) pairs of all segments."""
         return {pair for _, kernels in self.kernels for pair in kernels}
 
     def kernels_of(self, segment: int) -> SegmentKernels:
-        """Returns the kernels of a segment; () if it is computed as written."""
+        """Returns a segment's (kind, kernel) pairs; () if it is computed as written."""
         return dict(self.kernels).get(segment, AS_WRITTEN)
 
 
@@ -323,7 +323,7 @@ class Layout:
         return next(filter(any, specs), whole)
 
     def _made_spec(self, value: int) -> Spec | None:
-        """Returns the spec in which a value is made, in front of barriers."""
+        """Returns the spec in which a value is made before barriers, or None."""
         while (op := self.frame.program.maker(value)) is not None:
             place = op.results.index(value)
             if op.id in self.axes:
@@ -360,7 +360,7 @@ class Layout:
                     self.value_spec[result] = spec
 
     def _scattered(self, value: int, natural: Spec, partial: tuple[str, ...]) -> Spec:
-        """Returns a partial sum's spec: its first reader's, if that only adds axes."""
+        """Returns a partial sum's spec: its first reader's if that adds axes only."""
         for user, index in sorted(self.frame.program.users[value]):
             if user not in self.axes:
                 continue

@@ -129,7 +129,7 @@ PROPAGATED = (BY_HAND, FROM_ARGUMENTS)
 
 
 def named_choices(frame: Frame) -> dict[str, Choice]:
-    """Returns {name: choice} of presets, and of propagation if different from them."""
+    """Returns `presets`, and those of `propagated` that differ: {name: choice}."""
     known = presets(frame)
     others = propagated(frame).items()
     return known | {n: c for n, c in others if c not in known.values()}
@@ -169,7 +169,7 @@ def data_parallel(frame: Frame) -> Choice:
 
 @searched_once
 def propagated(frame: Frame) -> Mapping[str, Choice]:
-    """Returns {name: choice}, distinct, of Shardy's propagation; {} without state."""
+    """Returns {name: choice} that Shardy propagates, distinct; {} without state."""
     if not frame.groups:
         return {}
     program = frame.program

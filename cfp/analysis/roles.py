@@ -267,14 +267,14 @@ class _Walk:
         return self.marked.get(self.same.get(value, value), _NOTHING)
 
     def _note(self, value: int, ranks: Ranks) -> None:
-        """Marks dims of a value; marks of loop-carried values accumulate."""
+        """Marks dims of a value; marks of loop-carried values accumulate (``data``)."""
         one = self.same.get(value, value)
         if self.follows_batch and value in self.same:
             ranks = _together({one: self._marks(one)}, {one: ranks})[one]
         self.marked[one] = ranks
 
     def _carried(self, op: Op, rule: Rule) -> Ranks:
-        """Returns the marked factors of an op's operands that its results can have."""
+        """Returns {factor: rank} of operands' marked factors that results can have."""
         found: dict[int, int] = {}
         for i in range(len(rule.operands)):
             for f, rank in self._arriving(op, rule, i).items():
@@ -285,7 +285,7 @@ class _Walk:
         return {f: rank for f, rank in found.items() if f not in rule.closed}
 
     def _summed(self, op: Op, rule: Rule) -> Ranks:
-        """Returns summed factors of a contraction that are marked in all operands."""
+        """Returns {factor: rank} of summed factors that all operands have marked."""
         if not is_contraction(op):
             return _NOTHING
         arriving = [self._arriving(op, rule, i) for i in range(len(rule.operands))]
@@ -301,7 +301,7 @@ class _Walk:
         return found
 
     def _arriving(self, op: Op, rule: Rule, index: int) -> dict[int, int]:
-        """Returns the factors of an operand's marked dims, with ranks."""
+        """Returns {factor: rank} of an operand's marked dims."""
         dims = rule.operands[index]
         found: dict[int, int] = {}
         for d, rank in self._marks(op.operands[index]).items():
@@ -435,7 +435,7 @@ class _Walk:
                 self.unfit |= self._makers(value) & self.by_minor
 
     def _makers(self, value: int) -> set[int]:
-        """Returns the nearest anchors upstream of a value."""
+        """Returns op ids of the nearest anchors upstream of a value."""
         found, seen, rest = set[int](), set[int](), [value]
         while rest:
             made = self.program.maker(rest.pop())

@@ -46,7 +46,7 @@ class Segment:
 
 @searched_once
 def find_segments(frame: Frame) -> tuple[Segment, ...]:
-    """Cuts the blocks of a program into segments, in order."""
+    """Cuts the blocks of a program into segments, with kinds of equal segments."""
     units = _units(frame)
     program = frame.program
     marks = _fingerprints(frame, units)

@@ -265,7 +265,7 @@ class _Finder:
         )
 
     def _stacked_dims(self, inside: set[int], rank: int) -> frozenset[int]:
-        """Returns dims along which loops write the group's tensors slice by slice."""
+        """Returns dims along which loops write a group's tensors slice by slice."""
         found = set()
         for op_id in inside:
             op = self.program.ops[op_id]

@@ -40,7 +40,7 @@ Strategy = tuple[AxisChoice, ...]  # one choice for each mesh axis
 
 
 def axis_choices(rule: Rule, axis_size: int) -> list[AxisChoice]:
-    """Returns all choices of an axis of this size, by the anchor's rule."""
+    """Returns all choices of an axis of this size by a rule; the last: no split."""
     splittable = [
         f
         for f, size in enumerate(rule.sizes)
@@ -136,7 +136,7 @@ def _gathers_wrongly(rule: Rule, strategy: Strategy) -> bool:
 
 
 class BlockSharding:
-    """Shardings of one block's ops under each strategy; `alike` blocks share work."""
+    """Shardings of a block's ops under each strategy; equal blocks share the work."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class BlockSharding:
         ]
 
     def _ways_before(self, strategy: Strategy, axis: int) -> int:
-        """Returns the number of pieces that earlier axes make of an axis's dims."""
+        """Returns the number of pieces into which earlier axes cut this axis's dims."""
         choice, ways = strategy[axis], 1
         for (_, size), other in zip(self.mesh[:axis], strategy, strict=False):
             if NONE not in (other.inner, choice.inner) and (

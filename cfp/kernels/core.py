@@ -1,4 +1,4 @@
-"""Steps of an attention's passes, as NumPy ops on arrays with named dims (rule 3).
+"""Steps of an attention's passes, as NumPy ops on arrays with named dims.
 
 A step is an op of a pass. The search starts at contractions that read scores or
 weights. It goes back to the operands of contractions, and to sides (masks, biases and

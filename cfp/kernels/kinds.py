@@ -28,8 +28,8 @@ class Proposal(Protocol):
     """A kernel in the place of a site, under a layout.
 
     Attributes:
-        site: part of the program, of `Kind.find`: it has a ``source``, ``ops``, ids of
-            all its ops, and ``between``, ids of values that no kernel makes.
+        site: a part of the program that `Kind.find` found. It has a ``source``; ids of
+            all its ``ops``; and ids of the values ``between``, which no kernel returns.
         keeps_between: True if the kernel keeps these for the backward pass.
     """
 
@@ -103,7 +103,7 @@ def known_kernels(allowed: Sequence[str] = KERNELS) -> set[tuple[str, str]]:
 def proposals(
     layout: Layout, ops: Collection[int], kernels: SegmentKernels
 ) -> list[Proposal]:
-    """Lists the segment's kernels, each at one site; not where they are impossible."""
+    """Lists the kernels of a segment at each site among `ops`, if possible there."""
     program = layout.frame.program
     every = (
         _BY_NAME[kind].propose(program, site, name, layout.axes)

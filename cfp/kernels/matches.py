@@ -141,7 +141,7 @@ def find(program: Program) -> Sites[Match]:
 
 
 def _match(region: Region) -> Match:
-    """Proves that a region is an attention; raises Different or NotConstant."""
+    """Proves that a region is an attention; else raises Different or NotConstant."""
     program, dot = region.program, region.scores
     region.grow()
     steps = Steps(region)

@@ -1,6 +1,6 @@
 """Proves that a pass is an attention, and finds its mask, bias and scale.
 
-A mask or bias, whose value depends on the position, is a side (rule 2). The softmax's
+A mask or bias, whose value depends on the position, is a side. The softmax's
 argument must be a function of the score and the sides at the same position. For each
 state of the masks it is a constant, plus a multiple of the score, plus biases. The
 steps are the same at all positions. So the proof compares their results on a few
@@ -133,7 +133,7 @@ def _form(core: Core) -> tuple:
     return *map(form, core.steps.values()), *((n, part(arg)) for n, arg in names)
 
 
-# ------------------------------------------------------------------ rule 2: sides
+# -------------------------------------------------------------------------- sides
 
 
 def states_of(core: Core, key: Key) -> States | None:
@@ -164,7 +164,7 @@ def _distinct(x: np.ndarray) -> States | None:
 
 
 def _made_of_bools(values: Values, v: int, most: int = _MOST_OPS) -> States | None:
-    """Possible values of a float that is computed from bools alone; None if other.
+    """Possible values of a float that is computed from bools alone; None for others.
 
     Operands count as independent, since their iterations or positions may differ.
     """
@@ -281,7 +281,7 @@ def _argument(core: Core, sums: Mapping[Arg, Any]) -> int:
     return found.pop()
 
 
-# ------------------------------------------- rule 3: a few positions stand for all
+# --------------------------------------------------- a few positions stand for all
 
 
 def _compare(core: Core, table: Table, is_rounded: bool) -> None:
@@ -309,7 +309,7 @@ def _norm(x: np.ndarray) -> np.ndarray:
 def _drawn(core: Core, table: Table, is_rounded: bool) -> dict[Key, np.ndarray]:
     """Random operands and sides, for scores of all kinds, also overflowing ones.
 
-    Values that are not proved equal (rule 4) get different numbers. Masks are random,
+    Values that are not proved equal get different numbers. Masks are random,
     and show few to nearly all keys. In some draws the first query sees no key or all,
     for each combination of states. If rounded, all queries see the first key.
     """
@@ -497,7 +497,7 @@ class Reader:
     def _window(
         self, reads: Sequence[tuple[int, Letters]], states: set[States]
     ) -> tuple[Window | None, bool]:
-        """Window of constant masks (None for other patterns); True if no row is empty.
+        """(causal, left) of constant masks, or None; True if all queries see a key.
 
         Args:
             states: combinations of the masks' states that show a key.
@@ -586,7 +586,7 @@ class Reader:
         return self.core.every.reads_of(op, index, letters)[-1]
 
     def _lengths(self, read: Tensor) -> tuple[Tensor, Letters] | None:
-        """The int32 lengths that a mask compares key positions with; None if other."""
+        """The int32 lengths that a mask compares keys with; None for other masks."""
         op = self.program.maker(read.value)
         if op is None or op.kind != "compare" or op.parent != self.core.parent:
             return None
@@ -625,7 +625,7 @@ class Reader:
         if len(self.table.biases) > 1:
             raise Different("two biases are rounded apart from their sum")
 
-    # -- rule 5: rows without keys -----------------------------------------------------
+    # -- rows without keys -------------------------------------------------------------
 
     def _empty(self) -> str:
         """Output of a query that sees no key: MEAN or NAN."""

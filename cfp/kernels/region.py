@@ -1,10 +1,10 @@
-"""Finds the ops between the contractions of an attention (rule 1), and equal values.
+"""Finds the ops between the contractions of an attention, and equal values.
 
 The search starts at a contraction that makes scores. It follows the readers of results
 through barriers, loops and stacks. It ends at the contractions that make the output,
 and the gradients of queries, keys and values. All ops between must be in a closed list.
 
-Equality of values (rule 4): a value has an id and an iteration, since a loop stacks
+Equality of values: a value has an id and an iteration, since a loop stacks
 values, and another loop's body reads them at an index. Two values are equal if the same
 ops make them from equal values, at the same index. Otherwise they count as different.
 """
@@ -33,7 +33,7 @@ _NOTHING: Mapping[int, np.ndarray] = MappingProxyType({})
 
 
 class Values:
-    """Equality of a program's values: `number` is the same for equal values."""
+    """Equality of a program's values: equal results of `number` prove it."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -71,7 +71,7 @@ class Values:
         return self.same(v) in self._leaves
 
     def array(self, v: int, given: Mapping[int, np.ndarray] = _NOTHING) -> np.ndarray:
-        """A constant's array, size 1 along dims without change; else NotConstant."""
+        """A constant's array, size 1 along equal dims; otherwise raises NotConstant."""
         return self._constants.value(v, self.same, given)
 
     def number_of_constant(self, v: int) -> float | None:
@@ -192,7 +192,7 @@ class Values:
             parent = self.program.ops[parent].parent
 
     def _stacked(self, op: Op, at: At) -> Node | None:
-        """The value that a loop stacked and a slice reads; None if other."""
+        """The value that a loop stacked and a slice reads; None for other slices."""
         base, outer = self.source((op.operands[0], at))
         loop = self.program.maker(base)
         if loop is None or loop.kind != "while":
@@ -208,7 +208,7 @@ class Values:
         return update.operands[1], (*outer, (loop.id, index))
 
     def update_of(self, loop: Op, place: int) -> Op | None:
-        """The op by which a loop stacks a value of each iteration; None if other."""
+        """The op by which a loop stacks one value of each iteration, or None."""
         update = self.program.maker(loop.yields[place])
         entry = loop.entries[len(loop.operands) + place]
         if update is None or update.kind != "dynamic_update_slice":
@@ -278,7 +278,7 @@ def values_of(program: Program) -> Values:
     return Values(program)
 
 
-# Rule 1: ops that may be between contractions, see `Region.is_closed`.
+# Ops that may be between contractions, see `Region.is_closed`.
 ELEMENTWISE = frozenset(
     {
         *("add", "subtract", "multiply", "divide", "negate", "maximum"),
@@ -366,7 +366,7 @@ class Region:
                 yield from op.results
 
     def _add_stack(self, update: Op, v: int) -> None:
-        """Adds a loop's stack of a member; only slices of it may be read."""
+        """Adds a loop's stack of a member. Others than slices raise Different."""
         program, values, [made] = self.program, self.values, update.results
         loop = program.ops[update.parent] if update.parent >= 0 else None
         yields = loop.yields if loop is not None and loop.kind == "while" else ()
@@ -382,7 +382,7 @@ class Region:
                 raise Different(f"{op.kind} at {where(op)} reads its stacked scores")
         self.stacks |= {stack, made, update.operands[0]}
 
-    # -- rule 1: a closed list of ops --------------------------------------------------
+    # -- a closed list of ops ----------------------------------------------------------
 
     def is_closed(self, op: Op) -> bool:
         """True if an op, by attributes and dtypes, may be between contractions."""

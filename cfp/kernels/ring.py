@@ -34,7 +34,7 @@ from cfp.kernels.problem import ALL_GATHER, AttentionStrategy, Mask, Scores, may
 
 
 def zigzag_order(length: int, ranks: int) -> np.ndarray:
-    """Positions [length] int32: token i in zigzag order is the natural `order[i]`.
+    """Positions [length] int32: token i in zigzag order is natural token `order[i]`.
 
     Args:
       length: tokens, a multiple of 2 * ranks.
@@ -466,7 +466,7 @@ def _run(
     so_far: Any,
     kv: KeysValues,
 ) -> Any:
-    """Adds the pieces of a step to `so_far`, skipping invisible ones."""
+    """Computes the pieces of a step, but invisible ones; returns `so_far` with them."""
     for piece in pieces:
 
         def go(so_far: Any, piece: Piece = piece) -> Any:

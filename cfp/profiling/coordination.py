@@ -83,7 +83,7 @@ class Coordination:
         return self.channel.process == 0
 
     def say(self, job: str, *arguments: Any) -> Said:
-        """Sends a job to all followers."""
+        """Sends a job with its arguments to all followers; returns the job's number."""
         with self._lock:
             self.number += 1
             self._alive.add(said := Said(self.number))
@@ -145,7 +145,7 @@ class Coordination:
         self._put(f"{number}/{self.channel.process}", value)
 
     def broadcast(self, value: Any) -> Any:
-        """Ends the followers' loops; `follow` returns the value there."""
+        """Ends the followers' loops; `follow` there and this method return `value`."""
         self.answers(self.say(_END, value))
         return value
 
@@ -171,7 +171,7 @@ class Coordination:
         self.hosts, self.least_bytes = hosts, min(sizes)
 
     def order(self, said: Said) -> Callable[[int], None]:
-        """Returns a function that tells followers a number of executions; 0 ends."""
+        """Returns a function to send followers numbers of executions; the last is 0."""
         steps = itertools.count()
         return lambda times: self._put(f"{said.number}/order/{next(steps)}", times)
 
@@ -271,7 +271,7 @@ _of_channel = lru_cache(maxsize=1)(Coordination)
 
 
 def is_follower() -> bool:
-    """True in processes other than 0, which decides and prints; uses no device."""
+    """True in any process but 0, which decides and prints; no device is opened."""
     if (talk := coordination()) is not None:
         return talk.channel.process != 0
     return os.environ.get(PROCESS_ID, "0") != "0"

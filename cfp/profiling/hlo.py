@@ -133,7 +133,7 @@ def _sent_by(one: Instruction, devices: int) -> _Sent | None:
 
 
 def called_by(one: Instruction, *by: str) -> Iterator[str]:
-    """Yields names of computations that an instruction calls, in attributes `by`."""
+    """Yields names of computations that attributes `by`, or else all, of an op call."""
     for attribute, names in _CALLED.findall(one.attributes):
         if not by or attribute in by:
             for name in names.strip("{}").split(","):

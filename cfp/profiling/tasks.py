@@ -127,7 +127,7 @@ class MeasureOptions:
         return not record.ok and bool(again) and is_before
 
     def tell(self, event: Progress | str) -> None:
-        """Calls `progress` with an event, if there is one."""
+        """Calls `progress`, if it is given, with an event."""
         if self.progress is not None:
             self.progress(event)
 

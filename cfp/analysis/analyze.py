@@ -335,9 +335,9 @@ HostState = Mapping[tuple[int, int], int]
 
 
 def movable_state(frame: Frame) -> HostState:
-    """Returns {(argument position, index of its output): bytes} of movable state.
+    """Returns {(argument position, index of its output): whole bytes} of state.
 
-    Only its update reads such state of 1 MiB or more. The largest comes first. State
+    Only its update reads such state. It has 1 MiB or more; the largest is first. State
     that is returned unchanged, or is in host memory already, is left out.
     """
     program, found = frame.program, dict[tuple[int, int], int]()

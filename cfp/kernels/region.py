@@ -366,7 +366,7 @@ class Region:
                 yield from op.results
 
     def _add_stack(self, update: Op, v: int) -> None:
-        """Adds a loop's stack of a member. Others than slices raise Different."""
+        """Adds a loop's stack of a member. Readers but slices raise Different."""
         program, values, [made] = self.program, self.values, update.results
         loop = program.ops[update.parent] if update.parent >= 0 else None
         yields = loop.yields if loop is not None and loop.kind == "while" else ()

@@ -123,7 +123,7 @@ def _dumped(folder: Path) -> Mapping[str, Any]:
     """
     texts = [*folder.glob("*.after_optimizations_after_buffer_assignment.txt")]
     sizes = [*folder.glob("*.after_optimizations-memory-usage-report.txt")]
-    if not texts or time.time() - texts[0].stat().st_mtime < _LOOK_SECONDS:
+    if not (texts and sizes) or time.time() - texts[0].stat().st_mtime < _LOOK_SECONDS:
         return {}
     needed = re.search(r"default.*\nTotal bytes: (\d+)", sizes[0].read_text())
     if needed is None:

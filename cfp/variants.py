@@ -41,7 +41,6 @@ from cfp.profiling.tasks import Progress
 from cfp.program.graph import Program
 from cfp.program.jaxprs import check_settings, unchecked
 from cfp.program.memory import has_host_memory
-from cfp.program.step import FlatStep
 from cfp.race.admission import least_short, no_winner
 from cfp.race.programs import (
     RaceOutcome,
@@ -62,12 +61,14 @@ from cfp.view.words import RESERVE_BYTES
 
 now = time.monotonic
 _PLANNED = 2
+_UNKNOWN = Estimate(time_ms=inf, fits=False)
 SEARCH_INSTEAD = (
     "A search may find a plan that fits: leave out the preset (--preset, preset=)."
 )
 
 # Type of a function that plans an analysed step.
 RunPasses = Callable[[Analyzed, PlanOptions], "FoundPlan"]
+InHost = Sequence[tuple[int, int]]  # See `FlatStep.in_host`.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +96,13 @@ def complete_plan(
     environment = dict(context.environment)
     made = compose_plan(analysis, context.mesh, environment, outcome, kept)
     made = made.bound_to(analyzed.step, analyzed.lowering.out_tree)
-    if context.memory is not None and context.memory.reserve_bytes:
-        reserve = {RESERVE_BYTES: float(context.memory.reserve_bytes)}
-        made = replace(made, search={**made.search, **reserve})
+    search = {**made.search}
+    if reserve := context.memory.reserve_bytes if context.memory else 0:
+        search[RESERVE_BYTES] = float(reserve)
+    if moved := [argument for argument, _ in made.in_host]:
+        kept, both_ways = host_bytes(lay_out(analysis.frame, winner.choice), moved)
+        search |= {"host_bytes": kept, "host_ms": both_ways / HOST_BYTES_PER_MS}
+    made = replace(made, search=search)
     solution, profiles = outcome.solution, outcome.solution.profiles
     made = with_figures(
         made,
@@ -223,26 +228,10 @@ class _Tried:
     """A variant with its estimate, and with its plan or error."""
 
     variant: Variant
-    estimate: Estimate | None = None
+    estimate: Estimate = _UNKNOWN
     found: FoundPlan | None = None
     error: CfpError | None = None
     note: str = ""
-
-    @property
-    def rank(self) -> tuple[bool, float]:
-        """Sort key: variants that fit by estimate first, then by time; unknown last."""
-        known = self.estimate
-        return (not known.fits, known.time_ms) if known else (True, inf)
-
-    def figures(self, times: Mapping[str, float | None], best: str) -> VariantFigures:
-        """Returns the variant's row for the plan; `best` is the fastest one's name."""
-        return VariantFigures(
-            name=self.variant.name,
-            step_ms=times.get(self.variant.name),
-            estimated_ms=self.estimate and self.estimate.time_ms,
-            note=(self.note or str(self.error or "")).partition("\n")[0],
-            taken=self.variant.name == best,
-        )
 
 
 @dataclass(slots=True)
@@ -256,14 +245,10 @@ class _Planning:
     began: float = field(default_factory=lambda: now())
     known: dict[str, Analyzed] = field(default_factory=dict)
 
-    @property
-    def seconds(self) -> float:
-        """Time budget of all variants together; infinite by default."""
-        return self.options.settings.seconds
-
     def left(self, share: float = 1.0) -> float:
-        """Returns the seconds left of a share of the time budget."""
-        return max(0.0, self.began + share * self.seconds - now())
+        """Returns the seconds left of a share of all variants' time budget."""
+        end = self.began + share * self.options.settings.seconds
+        return max(0.0, end - now())
 
     def fastest(self) -> Fastest:
         """Plans the best variants, races their plans, and returns the fastest."""
@@ -280,15 +265,26 @@ class _Planning:
                 f"Without a race, times under the preset {self.options.preset!r} are "
                 f"not known. Set race=True, or pass one of {', '.join(found)}."
             )
-        for one in tried:
-            if result := raced.get(one.variant.name):
-                one.note = race_row(result).note
         best = min(found, key=lambda name: times.get(name) or inf)
         plan = found[best].plan
         if len(tried) > 1 and plan.figures is not None:
-            every = tuple(one.figures(times, best) for one in tried)
-            is_raced = {"variants_raced": bool(raced)}
-            figures = replace(plan.figures, variants=every, **is_raced)
+            rows = []
+            for one in tried:
+                name, known = one.variant.name, one.estimate.time_ms
+                why = one.note or str(one.error or "")
+                if result := raced.get(name):
+                    why = race_row(result).note
+                row = VariantFigures(
+                    name=name,
+                    step_ms=times.get(name),
+                    estimated_ms=known if isfinite(known) else None,
+                    note=why.partition("\n")[0],
+                    taken=name == best,
+                )
+                rows.append(row)
+            figures = replace(
+                plan.figures, variants=tuple(rows), variants_raced=bool(raced)
+            )
             search = {**plan.search, VARIANTS_SECONDS: now() - self.began}
             plan = replace(plan, figures=figures, search=search)
         return Fastest(name=best, plan=plan)
@@ -305,9 +301,10 @@ class _Planning:
             for one in every:
                 if one is every[0] or self.left(ESTIMATES_SHARE):
                     self.estimate(one)
-            order = sorted(every, key=lambda one: one.rank)
-            best = order[0].estimate
-            left = 1 if best and best.profiles else _PLANNED
+            order = sorted(
+                every, key=lambda one: (not one.estimate.fits, one.estimate.time_ms)
+            )
+            left = 1 if order[0].estimate.profiles else _PLANNED
         races = left > 1  # The last race takes a share of the time, too.
         for one in order:
             if not left:
@@ -331,8 +328,7 @@ class _Planning:
 
         Stops at the first that fits. Returns the leaner variants that were tried.
         """
-        needs = {_lacks(one).smallest_feasible_bytes: one for one in reversed(short)}
-        least = needs[min(needs)]
+        least = min(short, key=lambda one: _lacks(one).smallest_feasible_bytes)
         if self.options.preset is None:
             self.plan_in_host(least)
         more = list[_Tried]()
@@ -342,7 +338,7 @@ class _Planning:
                 one.note = UNPLANNED
                 break
             self.estimate(one)
-            if one.estimate and one.estimate.fits:
+            if one.estimate.fits:
                 self.plan(one)
             if one.found:
                 break
@@ -354,23 +350,18 @@ class _Planning:
         self.tell(name, "reading the step")
         with _kept_error(one):
             analyzed = self.analyzed(one.variant)
-            options = self.options_of(name, self.seconds)
+            options = self.options_of(name, self.left())
             with unchecked(), options.context(analyzed.mesh) as context:
                 one.estimate = estimate(context, analyzed.analysis)
             if (made := one.estimate.profiles) is not None:
                 seconds = analyzed.seconds + made.counts["estimate_seconds"]
                 self.known[name] = replace(analyzed, profiles=made, seconds=seconds)
 
-    def plan(
-        self, one: _Tried, shares: int = 1, in_host: Sequence[tuple[int, int]] = ()
-    ) -> None:
+    def plan(self, one: _Tried, shares: int = 1, in_host: InHost = ()) -> None:
         """Plans a variant in 1 / `shares` of the time left."""
         end = now() + self.left() / shares
         with _kept_error(one):
-            analyzed = self.analyzed(one.variant)
-            if in_host:
-                step = analyzed.step.with_state_in_host(in_host)
-                analyzed = self.analyze(one.variant, step)
+            analyzed = self.analyzed(one.variant, in_host)
             options = self.options_of(one.variant.name, max(0.0, end - now()))
             one.found = self.run_passes(analyzed, options)
 
@@ -392,8 +383,6 @@ class _Planning:
             size = format_bytes(sum(some.values()))
             self.tell(name, f"planning again with {size} of state in host memory")
             self.plan(one, in_host=[*some])
-            if one.found is not None:
-                one.found = _with_host_figures(one.found)
             if not isinstance(one.error, MemoryBudgetError):
                 return
             one.error = one.error.with_line(
@@ -401,31 +390,28 @@ class _Planning:
                 "its own update reads."
             )
 
-    def analyzed(self, variant: Variant) -> Analyzed:
-        """Analyses a variant once; a step is traced once for several meshes."""
-        if variant.name not in self.known:
-            step = self.step_of(variant)
-            before = (one.step for one in self.known.values() if one.step == step)
-            check_settings()
-            self.known[variant.name] = self.analyze(variant, next(before, step))
-        return self.known[variant.name]
-
-    def step_of(self, variant: Variant) -> FlatStep:
-        """Returns a variant's step as a function of flat arrays."""
-        return self.options.flatten(variant.fn, variant.args, variant.kwargs)
-
-    def analyze(self, variant: Variant, step: FlatStep) -> Analyzed:
-        """Analyses a variant; other processes of its mesh do so at the same time."""
-        mesh = variant.mesh
+    def analyzed(self, variant: Variant, in_host: InHost = ()) -> Analyzed:
+        """Analyses a variant once; its mesh's other processes do so, too."""
+        name, mesh = variant.name, variant.mesh
+        if name in self.known and not in_host:
+            return self.known[name]
+        check_settings()
         talk = leading(mesh) if isinstance(mesh, Mesh) else None
-        said = talk and talk.say("trace", variant.name, step.in_host)
-        with unchecked():
-            made = analyze_step(step, mesh, self.options.pins)
+        said = talk and talk.say("trace", name, in_host)
+        made = self.analyze(variant, in_host)
         if talk and said:
             mine = made.analysis.frame.program.fingerprint
             for process, other in enumerate(talk.answers(said), start=1):
                 check_alike({"program": mine[:12]}, {"program": other[:12]}, process)
-        return made
+        return self.known.setdefault(name, made) if not in_host else made
+
+    def analyze(self, variant: Variant, in_host: InHost) -> Analyzed:
+        """Analyses a variant; a step is traced once for several meshes."""
+        step = self.options.flatten(variant.fn, variant.args, variant.kwargs)
+        before = (one.step for one in self.known.values() if one.step == step)
+        step = next(before, step).with_state_in_host(in_host)
+        with unchecked():
+            return analyze_step(step, variant.mesh, self.options.pins)
 
     def options_of(self, name: str, seconds: float) -> PlanOptions:
         """Returns options with a time limit, and progress that names the variant."""
@@ -436,13 +422,11 @@ class _Planning:
 
     def tell(self, name: str, event: Progress | str) -> None:
         """Passes on a progress event with the variant's name in front."""
-        if (progress := self.options.settings.progress) is None:
-            return
-        before = f"{name}: " if name and len(self.variants) > 1 else ""
-        if isinstance(event, str):
-            progress(before + event)
-        else:
-            progress(replace(event, label=f"{before}{event.label}".rstrip(": ")))
+        if progress := self.options.settings.progress:
+            before = f"{name}: " if name and len(self.variants) > 1 else ""
+            said = before + (event if isinstance(event, str) else event.label)
+            said = said.rstrip(": ")
+            progress(said if isinstance(event, str) else replace(event, label=said))
 
     def raced(self, found: Mapping[str, FoundPlan]) -> Mapping[str, RaceResult]:
         """Races plans, by name; empty if one is not compiled in time, or none runs."""
@@ -454,8 +438,8 @@ class _Planning:
         # Equal programs run once, as the last of them, on that one's devices.
         made = {one.identity: found[name].plan.raced for name, one in programs.items()}
         built = {key: one.built for key, one in made.items() if one}
-        first = next(iter(found.values()))
-        with self.options_of("", self.left()).context(_mesh(first)) as context:
+        first = self.known[next(iter(found))]
+        with self.options_of("", self.left()).context(first.mesh) as context:
             race = Race(context, first.analysis, Solution(()), built=built)
             results = race_programs(race.builder, [*programs.values()])
         if any(one.skipped for one in results) or not any(r.ran for r in results):
@@ -466,14 +450,10 @@ class _Planning:
         """Compiles and runs what process 0 asks for; returns the plan it made."""
         by_name = {one.name: one for one in self.variants}
 
-        def trace(name: str, in_host: Sequence[tuple[int, int]]) -> Program:
+        def trace(name: str, in_host: InHost) -> Program:
             if name not in by_name:
                 by_name.update((one.name, one) for one in self.leaner())
-            one = by_name[name]
-            step = self.step_of(one).with_state_in_host(in_host)
-            with unchecked():
-                made = analyze_step(step, one.mesh, self.options.pins)
-            return made.analysis.frame.program
+            return self.analyze(by_name[name], in_host).analysis.frame.program
 
         environment = BuildEnvironment.beside(store_path(self.options.cache_dir))
         name, text = follow(talk, trace, environment)
@@ -483,8 +463,7 @@ class _Planning:
         # The plan itself has other options, such as the precision.
         named = self.options.of_arguments
         plan = plan.bind(one.fn, *one.args, mesh=one.mesh, **named, **one.kwargs)
-        plan = replace(plan, tuned=environment)
-        return Fastest(name=name, plan=plan)
+        return Fastest(name=name, plan=replace(plan, tuned=environment))
 
 
 @contextmanager
@@ -493,9 +472,9 @@ def _kept_error(one: _Tried) -> Iterator[None]:
     one.error = None
     try:
         yield
-    except ProcessError:
-        raise
     except CfpError as error:
+        if isinstance(error, ProcessError):
+            raise
         one.error = error
 
 
@@ -512,23 +491,10 @@ def _uses_host_memory(mesh: Mesh | DescribedMesh) -> bool:
     return defaults_of(device.platform).host_memory and has_host_memory(device)
 
 
-def _with_host_figures(found: FoundPlan) -> FoundPlan:
-    """Adds bytes of state in host memory and the time to move it to a plan."""
-    layout = lay_out(found.analysis.frame, found.winner.choice)
-    kept, moved = host_bytes(layout, [argument for argument, _ in found.plan.in_host])
-    figures = {"host_bytes": kept, "host_ms": moved / HOST_BYTES_PER_MS}
-    plan = replace(found.plan, search={**found.plan.search, **figures})
-    return replace(found, plan=plan)
-
-
-def _mesh(found: FoundPlan) -> Mesh:
-    assert found.plan.mesh is not None, "a new plan has a mesh"
-    return found.plan.mesh
-
-
 def _program(name: str, found: FoundPlan, *where: tuple[str, str]) -> RaceProgram:
     """Returns the program of a variant's plan, for a race between variants."""
-    named, mesh = f"{name}: {found.winner.name}", _mesh(found)
+    mesh, named = found.plan.mesh, f"{name}: {found.winner.name}"
+    assert mesh is not None, "its time is measured"
     mine = replace(found.winner, name=named, predicted_ms=found.plan.measured_ms)
     environment = (*environment_parts([*mesh.devices.flat]), *where)
     [made] = programs_of(found.analysis, [mine], environment)

@@ -1,13 +1,22 @@
 """The public functions `plan` and `plan_fastest`, and the passes that they run.
 
-analyze   step + mesh             -> Analyzed     :mod:`cfp.passes`
-measure   Analyzed                -> Profiles     :mod:`cfp.passes`
+analyze   step + mesh             -> Analyzed     `analyze_step` in :mod:`cfp.passes`
+profile   Analyzed                -> Profiles     :mod:`cfp.passes`
 search    Profiles                -> Solution     :mod:`cfp.passes`
 race      Solution                -> RaceOutcome  :mod:`cfp.race.race`
-complete  Analyzed + RaceOutcome  -> FoundPlan    :mod:`cfp.variants`
+complete  Analyzed + RaceOutcome  -> FoundPlan    `complete_plan` in :mod:`cfp.variants`
+check     FoundPlan               -> wrong kernels; then plan again without them
 
-`run_passes` runs the passes after *analyze*, and repeats some until a plan fits.
-:mod:`cfp.variants` calls it for each of several meshes or variants of a step.
+A profile has the time and memory of each segment's candidates, measured or estimated. A
+solution has whole programs: the candidates of the race. `run_passes` runs the passes
+after *analyze*, and profiles, searches and races again while no candidate fits in
+memory. `find_fastest` in :mod:`cfp.variants` analyzes each mesh or variant of the step,
+and calls `run_passes` for the best.
+
+Added elsewhere: kernels that replace ops, in `KINDS` of :mod:`cfp.kernels.kinds`;
+devices, as files in ``cfp/cost/kinds``; presets, in :mod:`cfp.analysis.presets` with
+their roles in :mod:`cfp.analysis.roles`; sharding rules of ops, in
+:mod:`cfp.program.read`. CONTRIBUTING.md has the details.
 """
 
 from __future__ import annotations
@@ -89,7 +98,7 @@ def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
 def race_until_fit(
     context: PlanContext, analyzed: Analyzed, solution: Solution
 ) -> FoundPlan:
-    """Races and searches until a candidate fits; completes its plan, or raises."""
+    """Races, and searches again while that may help; completes the plan, or raises."""
     analysis = analyzed.analysis
     outcome = race(context, analysis, solution)
     while (again := search_further(context, analysis, outcome)) is not None:

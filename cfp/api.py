@@ -84,7 +84,8 @@ def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
         found = race_until_fit(context, analyzed, solution)
         wrong, notes = wrong_kernels(context, found)
         if wrong:
-            kernels = [k for k in context.rules.replacing.kernels if k not in wrong]
+            allowed = context.rules.replacing_for_memory.kernels  # Of both kinds.
+            kernels = [kernel for kernel in allowed if kernel not in wrong]
             settings = replace(options.settings, attention=tuple(kernels))
             again = replace(analyzed, profiles=None)  # Made with the wrong kernels.
             found = run_passes(again, replace(options, settings=settings))

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from cfp import platform
 from cfp.analysis.dump import segment_records
-from cfp.api import Fastest, FoundPlan, Variant, plan_fastest, race_until_fit
+from cfp.api import Fastest, FoundPlan, Variant, plan_fastest, run_passes
 from cfp.cli import options as o
 from cfp.cli.options import Answer, leave_printing_to_process_0, mode_of, plan_answer
 from cfp.cli.session import (
@@ -42,8 +42,8 @@ from cfp.cost.described import (
     mesh_of,
 )
 from cfp.errors import CfpError
+from cfp.passes import PlanOptions
 from cfp.passes import profile as profile_segments
-from cfp.passes import search as search_choices
 from cfp.printable import mesh_text, parse_bytes
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.record import environment_parts, other_kind
@@ -479,17 +479,16 @@ def search_stored(
     Raises:
         CfpError: measurements are missing.
     """
-    analysis = session.analysis
-    stored_only = replace(settings, measure=False)
-    mesh = session.mesh
-    with open_context(mesh, workdir, budget_bytes, stored_only) as context:
-        profiles = profile_segments(context, analysis)
+    options = PlanOptions(
+        cache_dir=workdir, memory_budget=budget_bytes, settings=settings
+    )
+    stored = replace(options, settings=replace(settings, measure=False))
+    with stored.context(session.mesh) as context:
+        profiles = profile_segments(context, session.analysis)
         _check_complete(profiles)
     # If nothing fits, no further presets are measured.
     profiles = replace(profiles, has_all_presets=True)
-    with open_context(mesh, workdir, budget_bytes, settings) as context:
-        solution = search_choices(context, analysis, profiles)
-        return race_until_fit(context, session, solution)
+    return run_passes(replace(session, profiles=profiles), options)
 
 
 def _check_complete(profiles: Profiles) -> None:

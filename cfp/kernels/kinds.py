@@ -45,7 +45,7 @@ class Proposal(Protocol):
     def kernel_ms(self, matmul_ms: float, memory_ms: float, /) -> float: ...
     # The reason why devices cannot compute it, or None.
     def refusal(self, sizes: _Sizes, platform: str, /) -> str | None: ...
-    # Functions in the place of the ops; files record their `how`.
+    # Functions in the place of the ops; files record `how`, the kernel's name first.
     def replacements(self, program: Program, /) -> tuple[Replacement, ...]: ...
 
 
@@ -54,7 +54,7 @@ class Kind(Protocol):
 
     Attributes:
         NAME: name in plans, such as "attention".
-        KERNELS: names of the kernels, as users give them.
+        KERNELS: names of the kernels, as users give them; no other kind has them.
     """
 
     @property

@@ -228,7 +228,7 @@ def correct_rule(
     """Returns Shardy's rule with corrections; None for calls without shared factors.
 
     Args:
-        shapes: shapes of the operands, then of the results.
+        shapes: shapes of the operands.
     """
     is_elementwise = len({*rule.operands, *rule.results}) <= 1
     if not (op.name.removeprefix("stablehlo.") in _PADDED_WELL or is_elementwise):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cfp
-from cfp.kernels import call, chunked, cudnn, plain
+from cfp.kernels import call, chunked, cudnn, kinds, plain
 from cfp.kernels.call import fit_heads
 from cfp.kernels.chunked import merge, nothing_yet
 from cfp.kernels.problem import (
@@ -332,3 +332,7 @@ def test_axes_of_a_mesh_may_be_explicit():
     for attend, args in ((cfp.attention, (q, k, k)), (jitted, placed)):
         found = attend(*args, causal=True, mesh=mesh, strategy="ring")
         assert jnp.allclose(found, right, atol=1e-6)
+
+
+def test_no_two_kinds_share_the_name_of_a_kernel():
+    assert len({*kinds.KERNELS}) == len(kinds.KERNELS)

@@ -116,8 +116,8 @@ class PlannerSettings:
                 )
         if not isinstance(self.seconds, Real) or not self.seconds >= 0:
             raise CfpError(
-                "Expected a number of seconds, 0 or more (left out, planning takes as "
-                f"many as it needs), got seconds={self.seconds!r}."
+                f"Expected 0 or more seconds, got seconds={self.seconds!r}. Leave out "
+                "seconds for planning without a limit of time."
             )
         if self.precision:
             read_precision(self.precision)
@@ -125,8 +125,8 @@ class PlannerSettings:
         for dimension, name in _OF_DIMENSIONS.items():
             if getattr(self, name) and dimension not in dimensions:
                 raise CfpError(
-                    f"{name}={getattr(self, name)!r} asks for what choose leaves out. "
-                    f"Add {dimension} to choose, or leave out {name}."
+                    f"{name}={getattr(self, name)!r} needs a kind of choice "
+                    f"that choose leaves out. Add {dimension}, or leave out {name}."
                 )
         if unknown := [name for name in self.attention or () if name not in KERNELS]:
             raise CfpError(
@@ -163,12 +163,12 @@ def dimensions_of(names: str | Iterable[str]) -> frozenset[Dimension]:
     for name, found in plain.items():
         if found not in known:
             raise CfpError(
-                f"There is no {name!r} to choose. {known_names(found, known, _ALIASES)}"
+                f"choose has no {name!r}. {known_names(found, known, _ALIASES)}"
             )
     if not plain:
         raise CfpError(
-            f"Expected something to choose among, got none. There are: "
-            f"{', '.join(known)}; leave choose out for all."
+            f"choose is empty. Name some of {', '.join(known)}, or leave out choose "
+            "for all."
         )
     return frozenset(Dimension(one.replace("-", "_")) for one in plain.values())
 

@@ -220,8 +220,8 @@ def _nearest(
 def update_blocks(frame: Frame) -> set[int]:
     """Returns indices of blocks in the optimizer's update.
 
-    They contain no product, and no product depends on them: the returned state does.
-    They read gradients, or combine gradients with values of the state alone (a norm).
+    No product reads their results, and the returned state depends on them. They read
+    gradients, or combine gradients with values of the state alone (a weight's norm).
     """
     program, flow = frame.program, Flow(frame.program)
     ops = program.ops

@@ -195,7 +195,7 @@ def _explained(check: bool) -> Iterator[None]:
             f"The step failed on the devices: {str(error).strip().splitlines()[0]}. "
             "Try a plan with a memory budget (--memory-budget, memory_budget=), a "
             "smaller batch, or more devices."
-            + " --check also runs the step without the plan: leave it out."
+            + " --check also runs the step without the plan: leave out --check."
             * check
         ) from error
 
@@ -224,9 +224,9 @@ def _feedback(
     }
     if steps > 1 and (lost := donated - found.keys()):
         raise CfpError(
-            f"Argument {min(lost)} ({names[min(lost)]}) is donated, and the step "
-            "returns nothing of its structure, shapes and types to take its place, so "
-            "it can run only once. Use --steps 1, or plan without donating it."
+            f"Argument {min(lost)} ({names[min(lost)]}) is donated, and no result of "
+            "the step has the argument's structure, shapes and types. So the step can "
+            "run only once: use --steps 1, or plan without donating the argument."
         )
     by_place = {"" if p is None else str(p): names[i] for i, p in found.items()}
     return found, by_place

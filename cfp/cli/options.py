@@ -151,7 +151,7 @@ def _positions(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise typer.BadParameter(
-            f"{text!r} is no position: give numbers from 0, such as 0 or 0,1."
+            f"{text!r} is no argument's position: give numbers from 0, such as 0,1."
         ) from error
 
 

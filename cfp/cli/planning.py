@@ -145,13 +145,13 @@ def _cluster(given: dict[str, Any]) -> Cluster | None:
     """Reads the cluster of --for; None without --for; CfpError for excluded options."""
     text = given.get("described")
     if text is None and given.get("compile"):
-        raise CfpError("--compile is for devices that --for describes. Leave it out.")
+        raise CfpError("--compile needs --for. Give both, or leave out --compile.")
     for option in ("platform", "devices", "measure", "ray") if text else ():
         if given.get(option):
             value = "" if given[option] is True else f" {given[option]}"
             raise CfpError(
-                f"--{option}{value} does not go with --for {text}. Leave it out. "
-                "--mesh gives other axes than the cluster's own."
+                f"--{option}{value} does not go with --for {text}. Leave out "
+                f"--{option}; --mesh gives other axes than the cluster's own."
             )
     return None if text is None else cluster_of(text)
 
@@ -179,7 +179,7 @@ def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
     if len({prod(size for _, size in axes or ()) for axes in shapes}) > 1:
         raise CfpError(
             f"The mesh shapes {'; '.join(texts)} have different numbers of devices. "
-            "Give shapes of one number, or --mesh-shapes all --devices N."
+            "Give shapes of equally many devices, or --mesh-shapes all --devices N."
         )
     is_open = not (devices or mesh or texts or given["preset"])
     return shapes, _ALL in texts or is_open

@@ -159,7 +159,7 @@ def folders() -> str:
         found.append(f"{folder}, {free >> 30} GiB free")
         if free < ENOUGH_BYTES:
             raise Failure(
-                f"{folder}: {free >> 20} MiB free of {ENOUGH_BYTES >> 20} MiB"
+                f"{folder}: {free >> 20} MiB free, {ENOUGH_BYTES >> 20} MiB needed"
             )
     return "; ".join(found)
 
@@ -173,7 +173,7 @@ def driver() -> str | None:
     name, version, capability = rows[0]
     for plugin, oldest in OLDEST_DRIVER.items():
         if plugin in installed() and int(version.split(".")[0]) < oldest:
-            raise Failure(f"driver {version} is older than {oldest}; {plugin} needs it")
+            raise Failure(f"driver {version}; {plugin} needs {oldest} or newer")
     return f"driver {version}; {len(rows)} × {name}, compute capability {capability}"
 
 
@@ -184,7 +184,7 @@ def jax() -> str:
     from cfp.program import shardy
 
     if missing := sorted(shardy.missing_pipelines().values()):
-        raise Failure(f"jaxlib lacks pipelines that cfp needs: {', '.join(missing)}")
+        raise Failure(f"jaxlib lacks MLIR passes that cfp needs: {', '.join(missing)}")
     text = f"JAX {jax.__version__} from {jax.__file__}; cfp works around "
     return text + "the faults of XLA's partitioner in docs/results/rules.md"
 
@@ -235,7 +235,7 @@ def judged_sum(count: int, size_bytes: int, error: float, time_ms: float) -> str
     """Describes an all-reduce; Failure for a large relative error, or slow NVLink."""
     text = f"{count} devices: an all-reduce of {size_bytes >> 20} MiB"
     if not error <= SUM_ERROR:  # Also for NaN.
-        raise Failure(f"{text} is off by {error:.1e}")
+        raise Failure(f"{text} has a relative error of {error:.1e}")
     if not shows_nvidia() or count < 2:
         return f"{text} is right"
     # GB/s that each device sends in a ring.

@@ -304,7 +304,7 @@ def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
     if not cluster.has(axes):
         raise CfpError(
             f"jax.make_mesh refuses the mesh {given} on the slice {text}: each axis "
-            f"must take whole dims of it. Give for example x={cluster.count}."
+            f"must take whole dims of the slice. Give for example x={cluster.count}."
         )
     if cluster.hosts > 1 and cluster.kind.network_gb_per_s is None:
         raise CfpError(
@@ -459,7 +459,7 @@ class DeviceKind(_Table):
     @model_validator(mode="after")
     def _has_links(self) -> DeviceKind:
         if self.curves is None and self.link_gb_per_s is None:
-            raise ValueError("a device needs link_gb_per_s, or curves")
+            raise ValueError("link_gb_per_s or curves are needed")
         return self
 
     @property

@@ -159,10 +159,10 @@ class Steps:
                 self._same.union(one, places[0])
         keys = {*map(self._same.find, self._summed)}
         if not keys:
-            raise Different("no op sums its exponentials")
+            raise Different("no op sums exponentials of the scores")
         if len(keys) > 1:
             raise Different(
-                "it sums exponentials over more than keys, as a bias's gradient does"
+                "exponentials are summed over more than keys, as for a bias's gradient"
             )
         rule = region.scores.known_rule
         of = [{rule.major(f) for f in dims} - {None} for dims in rule.operands[:2]]
@@ -175,7 +175,7 @@ class Steps:
             kind = "k" if root in keys else "b" if len(own) > 1 else "q"
             sides[kind] |= own
             if root in names:
-                raise Different("it combines scores of different positions")
+                raise Different("an op combines scores of different positions")
             same = sum(name[0] == kind for name in names.values())
             names[root] = kind if kind == "k" else f"{kind}{same}"
         if {len(sides["k"]), len(sides["q"])} != {1} or sides["k"] & sides["q"]:
@@ -198,7 +198,7 @@ class Steps:
     def _op(self, number: int) -> Op:
         op = self.program.maker(self._nodes[number][0])
         if op is None or not (op.kind == "dot_general" or self.region.is_closed(op)):
-            raise Different("its gradients depend on an op that cannot be proved")
+            raise Different("gradients depend on an op that the proof does not know")
         return op
 
     def _operands(self, number: int) -> list[int | float | _Reader]:
@@ -253,7 +253,7 @@ class Steps:
         """A contraction's operand by index, or its result (index -1)."""
         v = (*op.operands, *op.results)[index]
         if self.program.values[v].dtype not in FLOATS:
-            raise Different(f"{where(op)} multiplies in another dtype")
+            raise Different(f"{where(op)} does not multiply in f32, bf16 or f16")
         letters = self._letters(places, self._free.get(op.id, "e"))
         return Tensor(v, (op.id, index), letters)
 
@@ -330,7 +330,7 @@ class Steps:
             return "dq" if len(dots) > 1 else "out"
         if queries and own - out == queries:
             return "dk" if len(dots) > 1 else "dv"
-        raise Different(f"{where(self._order[number])} sums weights in another way")
+        raise Different(f"{where(self._order[number])} sums other dims than keys")
 
     def _made_of(self, *numbers: int) -> set[int]:
         """Numbers of the given steps, and of all steps that they depend on."""
@@ -347,12 +347,12 @@ class Steps:
         scores = [n for n in dots if steps[n].op is self.region.scores]
         others = {*dots} - {*scores, *sinks.values()}
         if len(scores) != 1:
-            raise Different("a result needs scores of several iterations of a loop")
+            raise Different("a result needs the scores of several iterations of a loop")
         if len(others) != ("out" not in sinks):
-            raise Different("a result needs other contractions than an attention's")
+            raise Different("a result needs a contraction that attention does not have")
         [number], names = (others, ("dout", "v")) if others else (scores, ("q", "k"))
         if len({steps[n].op.parent for n in (number, *sinks.values())}) > 1:
-            raise Different("its contractions are computed in different loops")
+            raise Different("the contractions are in different loops")
         both = [self._tensor(*read[:2], read[-1]) for read in self._readers(number)]
         reads = {names["k" in one.letters]: one for one in both}
         makes: dict[str, Tensor] = {}

@@ -127,7 +127,7 @@ def resolved(program: Program, mesh: Mesh, constraints: Constraints) -> Constrai
     for (name, op), how in wanted.items():
         if name not in _BY_NAME:
             raise PlanMismatch(
-                f"The plan replaces {name!r}, which cfp does not know. Plan again."
+                f"This cfp has no kernels for the plan's {name!r}. Plan again."
             )
         kind = _BY_NAME[name]
         sites = kind.find(program)

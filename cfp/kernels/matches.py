@@ -135,7 +135,7 @@ def find(program: Program) -> Sites[Match]:
             if isinstance(error, NotConstant):
                 reason = f"a constant cannot be evaluated: {error}"
             elif has_dropout(region):
-                reason = "dropout: random numbers enter its scores or weights"
+                reason = "dropout: random numbers enter the scores or weights"
             left.append(LeftAlone(dot.id, dot.source, reason))
     return Sites(found, tuple(left))
 
@@ -167,7 +167,7 @@ def _match(region: Region) -> Match:
     )
     made = AttentionProposal(found, Way("xla")).replacements(program)
     if not all(is_in_order(program, stage) for one in made for stage in one.stages):
-        raise Different("an operand is computed after a result")
+        raise Different("the kernel would run before one of its operands exists")
     return found
 
 

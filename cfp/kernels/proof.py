@@ -145,7 +145,7 @@ def states_of(core: Core, key: Key) -> States | None:
     values, v = core.every.values, core.sides[key].node[0]
     dtype = core.every.program.values[v].dtype
     if dtype != "i1" and dtype not in _ROUNDED:
-        raise Different(f"a mask or bias in {dtype} enters between its contractions")
+        raise Different(f"a mask or bias has the dtype {dtype}")
     if dtype == "i1" or not values.is_leaf(v):
         return _made_of_bools(values, v)
     try:
@@ -193,7 +193,7 @@ def _table(core: Core) -> Table:
     biases = [key for key, own in states.items() if own is None]
     combinations = [*product(*masks.values())]
     if len(combinations) > _MOST_STATES:
-        raise Different("more than six masks enter")
+        raise Different("the masks have too many combinations of values")
     sums = _sums(core, dict(zip(masks, np.array(combinations).T, strict=True)), biases)
     argument = _argument(core, sums)
     made = sums[argument]
@@ -209,7 +209,7 @@ def _table(core: Core) -> Table:
     if not (is_alike[~is_hidden].all() and np.all(abs(constants[~is_hidden]) < 1e-5)):
         raise Different(_ANOTHER)
     if not is_alike[passes].all():
-        raise Different("masked scores go through another function than others")
+        raise Different("masked scores are computed in another way than others")
     adds = is_hidden & passes & (constants + 1e5 * first[0] != constants)
 
     def some(chosen: Any) -> tuple[States, ...]:
@@ -619,11 +619,11 @@ class Reader:
             x = self.values.array(v)
             is_exact = (x.astype(numpy_dtype(dtype)) == x).all()
             if not is_exact or np.frexp(abs(factor))[0] != 0.5:
-                raise Different(f"a kernel adds a bias in {dtype}, which rounds it")
+                raise Different(f"a kernel would round a bias to {dtype}")
             if not (np.abs(x.astype(np.float64) * factor) < -MASKED).all():
                 raise Different("a bias may hide all keys of a query")
         if len(self.table.biases) > 1:
-            raise Different("two biases are rounded apart from their sum")
+            raise Different("a kernel would round the sum of two biases")
 
     # -- rows without keys -------------------------------------------------------------
 
@@ -632,13 +632,13 @@ class Reader:
         passes = {states in self.table.passing for states in self.table.hidden}
         if len(self.table.fills) != 1 or len(passes) > 1:
             raise Different(
-                "a query may see no key, and hidden keys have different numbers"
+                "a query may see no key, and masks hide keys by different numbers"
             )
         [fill] = self.table.fills
         if fill == -np.inf:
             return NAN
         if self.table.adds:
             raise Different(
-                f"a query may see no key, and {fill:g} added to its scores hides none"
+                f"a query may see no key, and adding {fill:g} does not hide keys"
             )
         return MEAN

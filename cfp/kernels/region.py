@@ -290,7 +290,7 @@ LARGEST, SUM = "stablehlo.maximum(%0,%1; )", "stablehlo.add(%0,%1; )"
 _LEAST = float("-inf")
 _MOST_OPS = 400
 _ENDS = frozenset({"dot_general", "reduce", "exponential"})
-_CAPPED = "its scores are capped by tanh, which cuDNN's kernel does not"
+_CAPPED = "scores are capped by tanh, which cuDNN's kernel does not do"
 _READS = "reads the scores or the weights"
 _RANDOM = frozenset({"bitcast_convert", "rng", "rng_bit_generator"})
 
@@ -341,7 +341,7 @@ class Region:
                 self.members.add(v)
                 stack += self._made_of(v)
             if len(self.inside) > _MOST_OPS:
-                raise Different("too many ops depend on its scores")
+                raise Different("too many ops depend on the scores")
 
     def _made_of(self, v: int) -> Iterator[int]:
         program = self.program
@@ -356,7 +356,7 @@ class Region:
             elif op.kind == "dynamic_update_slice" and index == 1:
                 self._add_stack(op, v)
             elif op.parent != self.values.parent(w):
-                raise Different("a branch or another loop reads its scores or weights")
+                raise Different("a branch or another loop reads the scores or weights")
             elif op.kind == "tanh":
                 raise Different(_CAPPED)
             elif not self.is_closed(op):
@@ -372,14 +372,14 @@ class Region:
         yields = loop.yields if loop is not None and loop.kind == "while" else ()
         place = yields.index(made) if made in yields else -1
         if loop is None or place < 0 or values.update_of(loop, place) is not update:
-            raise Different("its scores or weights are written into an array")
+            raise Different("the scores or weights are written into an array")
         stack = loop.results[place]
         if not {*program.outputs}.isdisjoint(values.standing(stack)):
-            raise Different("the step returns its scores or weights")
+            raise Different("the step returns the scores or weights")
         for op, _, w in (*values.readers(stack), *values.readers(made)):
             is_slice = op.kind == "dynamic_slice" and values.same(op.results[0]) == v
             if not is_slice and (w != made or op is not loop):
-                raise Different(f"{op.kind} at {where(op)} reads its stacked scores")
+                raise Different(f"{op.kind} at {where(op)} reads stacked scores")
         self.stacks |= {stack, made, update.operands[0]}
 
     # -- a closed list of ops ----------------------------------------------------------

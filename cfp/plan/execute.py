@@ -134,7 +134,7 @@ def check_devices(
     differ = other_devices(axes, environment, devices)
     version, remedy = environment.get("jax_version", jax.__version__), ""
     if differ:
-        remedy = "Use it on its devices (cfp show needs none), or plan these"
+        remedy = "Use the plan on its devices (cfp show needs none), or plan these"
         if {_facts(devices)["platform"], environment.get("platform", "cpu")} == {"cpu"}:
             count = prod(size for _, size in axes)
             virtual = f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
@@ -146,7 +146,7 @@ def check_devices(
         is_known = environment.get("platform") in (None, _facts(devices)["platform"])
         without = "" if is_known else ", if the step draws no random numbers"
         raise PlanMismatch(
-            f"{differ}. {remedy}; to try it here all the same{without}: "
+            f"{differ}. {remedy}; to try the plan here all the same{without}: "
             "plan.on(mesh, other_devices=True), in a command --other-devices."
         )
 

@@ -90,7 +90,7 @@ def _on_mesh(spec: Spec, info: ValidationInfo) -> Spec:
 
 def _in_order(ops: tuple[int, ...]) -> tuple[int, ...]:
     if any(b <= a for a, b in pairwise(ops)):
-        raise ValueError("rising numbers of ops")
+        raise ValueError("numbers of ops in rising order")
     return ops
 
 
@@ -111,7 +111,7 @@ def _is_mesh(axes: tuple[_Axis, ...], info: ValidationInfo) -> tuple[_Axis, ...]
     # Quotes in a name would end it in the module's text.
     names = [name for name, _ in axes]
     if not all(names) or len({*names}) < len(names) or {*'"\\'} & {*"".join(names)}:
-        raise ValueError("each axis by a name of its own")
+        raise ValueError("a different name for each axis")
     if math.prod(size for _, size in axes) > _MOST_DEVICES:
         raise ValueError(f"axes of up to {_MOST_DEVICES} devices together")
     _mesh(info).update(axes)
@@ -126,7 +126,7 @@ def _fit(specs: tuple[Spec, ...], info: ValidationInfo) -> tuple[Spec, ...]:
         # Inside of a program, random keys have one dim more than JAX shows.
         hidden = 1 if "<" in kind else 0
         if not len(shape) <= len(spec) <= len(shape) + hidden:
-            raise ValueError(f"axes for {len(shape)} dims of {kind}")
+            raise ValueError(f"axes for each of the {len(shape)} dims of {kind}")
         for size, names in zip(shape, spec, strict=False):
             if size % math.prod(_mesh(info)[name] for name in names):
                 raise ValueError(f"axes that divide the dims of {kind}")
@@ -135,7 +135,7 @@ def _fit(specs: tuple[Spec, ...], info: ValidationInfo) -> tuple[Spec, ...]:
 
 def _for_each(items: tuple[_Item, ...], info: ValidationInfo) -> tuple[_Item, ...]:
     if len(items) != (count := _count(info, "arg_names")):
-        raise ValueError(f"one for each of {count} arguments")
+        raise ValueError(f"one item for each of {count} arguments")
     return items
 
 
@@ -151,7 +151,7 @@ def _are_leaves(
     sides = zip(*pairs, strict=True)
     for side, leaves in zip(sides, ("arg_names", "output_specs"), strict=False):
         if len({*side}) < len(side) or max(side) >= _count(info, leaves):
-            raise ValueError("positions of arguments and results, each once")
+            raise ValueError("positions of arguments and results, each at most once")
     return pairs
 
 
@@ -193,14 +193,14 @@ def _are_known(
     stored = [one.argument for segment in segments for one in segment.parameters]
     count = _count(info, "arg_names")
     if len({*stored}) < len(stored) or max(stored, default=-1) >= count:
-        raise ValueError("positions of arguments, each parameter once")
+        raise ValueError("positions of arguments, each at most once")
     owned = {one for segment in segments for one in segment.parameters}
     for segment in segments:
         shared = {*segment.shared}
         if segment.parameters and shared:
-            raise ValueError("either own parameters or shared ones")
+            raise ValueError("either parameters of its own or shared ones")
         if len(shared) < len(segment.shared) or not shared <= owned:
-            raise ValueError("each shared parameter once, as its segment stores it")
+            raise ValueError("each shared parameter once, stored as in its own segment")
     if not {pair for one in segments for pair in one.kernels} <= known_kernels():
         raise ValueError(f"kernels among {', '.join(KERNELS)}")
     return segments
@@ -348,8 +348,8 @@ def read_plan(
     number = data.get("format") if isinstance(data, dict) else None
     if type(number) is not int or number != FORMAT:
         raise PlanMismatch(
-            f"Expected a plan of format {FORMAT}; this file is no plan, or another "
-            "version of cfp wrote it. Plan again."
+            f"Expected a plan of format {FORMAT}: this file is no plan, or is from "
+            "another version of cfp. Plan again."
         )
     refused = refused_option(data.get("options", {}), allowed_options)
     if refused is not None:

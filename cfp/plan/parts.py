@@ -191,13 +191,13 @@ class Figures:
     def __post_init__(self) -> None:
         kinds, kind_of, picks = self.kinds, self.segment_kinds, self.picks
         if kinds and max(kind_of, default=0) >= len(kinds):
-            raise ValueError(f"kinds of segments below {len(kinds)}")
+            raise ValueError(f"numbers of segment kinds below {len(kinds)}")
         if picks and len(picks) != len(kind_of):
-            raise ValueError(f"{len(kind_of)} picks, one a segment, not {len(picks)}")
+            raise ValueError(f"{len(kind_of)} picks of segments, not {len(picks)}")
         for kind, pick in zip(kind_of, picks, strict=False):
             known = len(kinds[kind].options) if kinds else 0
             if pick >= known:
-                raise ValueError(f"options below {known} for kind {kind}, not {pick}")
+                raise ValueError(f"picks below {known} for kind {kind}, not {pick}")
 
 
 # Reasons why a kernel with a sharding rule is whole on every device. The sizes of its

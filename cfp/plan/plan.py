@@ -517,8 +517,8 @@ class Plan:
         if axes != self.mesh_axes:
             raise PlanMismatch(
                 f"The plan's mesh is {mesh_text(self.mesh_axes) or 'one device'}, got "
-                f"{mesh_text(axes) or 'one device'}. Pass that mesh (a command: "
-                "neither --devices nor --mesh), or plan again."
+                f"{mesh_text(axes) or 'one device'}. Pass that mesh (in a "
+                "command leave out --devices and --mesh), or plan again."
             )
         if not other_devices:
             check_devices(axes, self.environment, devices)

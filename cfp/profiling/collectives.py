@@ -168,7 +168,7 @@ class Rates:
         if (kind, group) in self.curves:
             return interpolate(self.curves[kind, group], size)
         if len(group) == 1:
-            raise KeyError(f"no curve for {kind!r} over {group}")
+            raise KeyError(f"no curve of times for {kind!r} over {group}")
         # The first steps of a gather, like the last ones of a scatter, move less.
         total, held = 0.0, size
         for name in reversed(group):

@@ -662,7 +662,7 @@ def _index(one: Instruction) -> int:
 def _pairs(pattern: re.Pattern[str], text: str) -> Iterator[tuple[_Path, int, _Path]]:
     listed = pattern.search(text)
     if listed is None and f"{pattern.pattern.partition('=')[0]}=" in text:
-        raise ValueError(f"aliases that cannot be read: {text[:200]}")
+        raise ValueError(f"unreadable aliases of arguments: {text[:200]}")
     for out, number, inner in _PAIR.findall(listed[1] if listed else ""):
         yield _path(out), int(number), _path(inner)
 

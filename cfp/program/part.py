@@ -515,13 +515,13 @@ class Constants:
         try:
             value = shardy.numbers_of(self._ops[op.id])
             if value is None:
-                raise NotConstant("a large constant, or of complex numbers")
+                raise NotConstant("a constant that is large or complex")
             if value.is_splat:
                 splat: Any = value.get_splat_value()
                 return np.full([1] * len(shape), splat.value)
             return np.array(value).reshape(shape)
         except TypeError as error:  # of small floats
-            raise NotConstant("a constant of another dtype") from error
+            raise NotConstant("a constant of a dtype that numpy lacks") from error
 
 
 def _divided(x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -117,7 +117,7 @@ class Recorded:
 
     def stages(self, mesh: Mesh) -> Sequence[Function]:
         """Raises AssertionError; see `cfp.plan.execute`."""
-        raise AssertionError("recorded functions are found again before lowering")
+        raise AssertionError("recorded functions must be resolved before lowering")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class Replacer:
     def replace(self, one: Replacement) -> None:
         """Replaces a replacement's ops, and their clones, by the functions."""
         if not one.stages:
-            raise AssertionError(f"recorded kernel {one.name} was not found again")
+            raise AssertionError(f"recorded kernel {one.name} was not resolved")
         kept: list[ir.Value] = []
         again: list[ir.Value] = []  # Rematerialized residuals.
         latest: ir.Operation | None = None  # The op behind them.
@@ -238,7 +238,7 @@ class Replacer:
             maker = self.program.values[v].producer
             old = instance[maker].results[self.program.ops[maker].results.index(v)]
             if result.type != old.type:
-                raise AssertionError(f"{one.name} gives {result.type} for {old.type}")
+                raise AssertionError(f"{one.name} made {result.type}, not {old.type}")
             old.replace_all_uses_with(result)
         return results[len(stage.makes) :]
 

@@ -20,9 +20,7 @@ from cfp.view import words
 from cfp.view.words import few
 
 _WORTH_DONATING = 0.02  # Least share of a plan's memory for a remark.
-_MORE_TIME = (
-    "a longer --time-budget, or PlannerSettings(seconds=...), has time for them"
-)
+_MORE_TIME = "give more by --time-budget or PlannerSettings(seconds=...)"
 Values = str | tuple[str, ...]
 
 
@@ -43,7 +41,7 @@ def unplanned_text(plan: Plan) -> str:
 
 
 def _nothing_sharded(plan: Plan) -> Values:
-    """Returns what is unsharded, the devices and a comparison; () if blocks are."""
+    """Returns words, number of devices, a comparison; () if blocks are sharded."""
     devices = prod(size for _, size in plan.mesh_axes)
     what = "all blocks run whole on each device"
     if devices > 1 and plan.arg_specs and not words.is_sharded(plan):
@@ -70,7 +68,7 @@ def _branches(plan: Plan) -> Values:
     flags = few([f"{ms:.3f} ms with {flag}" for r in mine for flag, ms in r.flag_ms])
     timed = [ms for row in mine for ms in row.samples_ms]
     span = f" (samples of {min(timed):.3f} to {max(timed):.3f} ms)" if timed else ""
-    how = f"timed with the branches taken meanwhile{span}"
+    how = f"timed with the branches that those steps took{span}"
     how = f"measured {flags}" if flags else how
     return (how, few(texts)) if texts else ()
 
@@ -221,7 +219,7 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (unplanned_text, "{}"),
     (
         _count(UNMEASURED_STRATEGIES, *words.STRATEGIES),
-        f"time was too short to measure {{}}: {_MORE_TIME}, and measurements are kept",
+        f"time was too short to measure {{}}: {_MORE_TIME}; measurements are kept",
     ),
     (
         _nothing_sharded,
@@ -229,16 +227,15 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
         "batch",
     ),
     (_crossing, "collectives between hosts (along {}): {}; within hosts: {}"),
-    (_undivided, "{} devices do not divide the batch of {}: some compute the same"),
+    (_undivided, "{} devices do not divide the batch of {}: some repeat work"),
     (lambda plan: "; ".join(plan.site_checks), "{}"),
     (
         _loops,
-        "counted as one iteration, in predictions too, since their length is unknown: "
-        "{}",
+        "loops of unknown length, counted as one iteration, in predictions too: {}",
     ),
     (
         _branches,
-        "{}, and predicted with all branches; steps that take other branches may be "
+        "{}; predictions count all branches, and steps that take other branches may be "
         "slower: {}",
     ),
     (_estimates, "predictions are estimates{}"),

@@ -160,8 +160,8 @@ def update_texts(updates: Sequence[BlockView]) -> tuple[str, str, str]:
     parts = [f"{axis}: {n} of {len(updates)}" for axis, n in sorted(axes.items())]
     moves = merged_moves(move for block in updates for move in block.row.moves)
     return (
-        f"optimizer update ({counted(len(updates), 'block', 'blocks')} without "
-        "products)",
+        f"optimizer update ({counted(len(updates), 'block', 'blocks')} that no "
+        "product reads)",
         "; ".join(parts) or "replicated",
         words.moves_text(moves),
     )
@@ -187,7 +187,7 @@ def blocks_rows(segments: Sequence[SegmentView]) -> Rows:
         made[0] = replace(made[0], bar=None if time_ms is None else count * time_ms)
         made[-1] = replace(made[-1], ends=segment.ends)
         rows += made
-    headings = ("segment", "block", "sharded", "parameters", "collectives that follow")
+    headings = ("segment", "block", "sharded", "parameters", "collectives")
     return Rows(title="Blocks", headings=(*headings, "segment ms"), rows=rows)
 
 

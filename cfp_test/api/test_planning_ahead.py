@@ -366,7 +366,7 @@ def test_a_plan_of_another_jax_is_refused_before_its_program_is_read(ahead, mesh
     for use in (lambda: other.on(mesh), lambda: other.bind(print, mesh=mesh)):
         with pytest.raises(PlanMismatch, match=text) as caught:
             use()
-        assert "or plan again; to try it here all the same" in str(caught.value)
+        assert "or plan again; to try the plan here all the same" in str(caught.value)
     assert other.on(mesh, other_devices=True).mesh is mesh
 
 

@@ -193,14 +193,14 @@ def full_disk(machine):
 @pytest.mark.parametrize(
     ("fault", "name", "reason", "remedy"),
     [
-        (old_driver, "driver", "550.54 is older than 580", "jax[cuda12]"),
+        (old_driver, "driver", "needs 580 or newer", "jax[cuda12]"),
         (hanging_driver, "driver", "did not answer within 1 s", "Xid"),
         (updated_driver, "driver", "mismatch", "restart"),
         (no_gpu_given, "driver", "lists no GPU", "--gres=gpu:1"),
         (no_nvidia_smi, "driver", "not on the PATH", "Docker"),
         (no_place, "folders", "no home directory", "CFP_CACHE_DIR"),
         (unwritable, "folders", "/sys/cfp", "CFP_CACHE_DIR"),
-        (full_disk, "folders", "MiB free of", "TMPDIR"),
+        (full_disk, "folders", "MiB needed", "TMPDIR"),
     ],
 )
 def test_a_fault_is_named_with_its_remedy(fault, name, reason, remedy, machine):
@@ -264,8 +264,8 @@ def test_devices_that_are_hidden_are_missed(machine, monkeypatch):
 @pytest.mark.parametrize(
     ("answer", "status", "words"),
     [
-        ({"error": 0.5}, "FAIL", "off by 5.0e-01"),
-        ({"error": float("nan")}, "FAIL", "off by nan"),
+        ({"error": 0.5}, "FAIL", "error of 5.0e-01"),
+        ({"error": float("nan")}, "FAIL", "error of nan"),
         # 268 MB to and from each of two devices, in a ring: each sends 268 MB.
         ({}, "PASS", "336 GB/s, 70% of the NVLinks' 478"),
         ({"time_ms": 9.0}, "FAIL", "30 GB/s, 6% of the NVLinks' 478"),

@@ -222,7 +222,7 @@ def test_dropout_is_named_as_what_it_is(weigh, wrap):
     found = dropped(weigh, wrap)
     assert not found.found
     [reason] = {one.reason for one in found.left_alone}
-    assert reason == "dropout: random numbers enter its scores or weights"
+    assert reason == "dropout: random numbers enter the scores or weights"
 
 
 def test_what_is_random_elsewhere_is_no_dropout_of_weights():

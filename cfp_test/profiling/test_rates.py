@@ -96,7 +96,7 @@ def test_unknown_axes_and_kinds_are_errors():
     rates = rates_of({("all-reduce", ("x",)): CURVE})
     with pytest.raises(KeyError):
         rates.collective_ms("all-reduce", ("z",), 1e5)
-    with pytest.raises(KeyError, match="no curve for 'all-gather'"):
+    with pytest.raises(KeyError, match="no curve of times for 'all-gather'"):
         rates.collective_ms("all-gather", ("x",), 1e5)
 
 

@@ -213,8 +213,8 @@ def test_a_loop_of_unknown_length_is_said_and_not_counted_as_whole(planned, tmp_
             "49,152 FLOP of the model with one iteration of 1 loop whose length the "
             "program does not say"
         )
-        [said] = [one for one in remarks(plan) if one.startswith("counted as one")]
-        assert "their length is unknown: while at test_throughput.py:" in said
+        [said] = [one for one in remarks(plan) if one.startswith("loops of unknown")]
+        assert "in predictions too: while at test_throughput.py:" in said
 
 
 def test_samples_of_all_microbatches_count(planned):

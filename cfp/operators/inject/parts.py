@@ -79,7 +79,7 @@ def _turned(parameters: Any, first: str, hidden: int) -> dict[str, Any]:
     """
     rows, columns = parameters[first]["kernel"].shape
     if rows == columns:
-        raise Refused("has a square kernel, either [in, out] or [out, in]")
+        raise Refused("has a square kernel, so [in, out] or [out, in] is unknown")
     if columns != hidden:
         return parameters
     return {
@@ -170,7 +170,7 @@ class HFGPT2MLP(_OfHF):
         """Both products, with the operator `bias_gelu` between them."""
         activation = getattr(part.config, "activation_function", "gelu_new")
         if activation not in ("gelu_new", "gelu_pytorch_tanh"):
-            raise Refused(f"has activation {activation}; bias_gelu is GELU by tanh")
+            raise Refused(f"has activation {activation}; bias_gelu has tanh GELU")
         dtype = getattr(part, "dtype", None)
         parameters = _turned(parameters, "c_fc", hidden.shape[-1])
         active = self.call("bias_gelu", *_dense(parameters["c_fc"], hidden, dtype))

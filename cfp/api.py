@@ -8,15 +8,18 @@ complete  Analyzed + RaceOutcome  -> FoundPlan    `complete_plan` in :mod:`cfp.v
 check     FoundPlan               -> wrong kernels; then plan again without them
 
 A profile has the time and memory of each segment's candidates, measured or estimated. A
-solution has whole programs: the candidates of the race. `run_passes` runs the passes
-after *analyze*, and profiles, searches and races again while no candidate fits in
-memory. `find_fastest` in :mod:`cfp.variants` analyzes each mesh or variant of the step,
-and calls `run_passes` for the best.
+solution has candidates of the race, whole programs; `preset_solution` makes it for a
+preset by name, without profile and search. `run_passes` runs the passes after
+*analyze*. It searches and races again while no candidate fits in memory, or if the
+winner rematerializes without need. `find_fastest` in :mod:`cfp.variants` analyzes and
+estimates each mesh or variant of the step, calls `run_passes` for the best two, and
+races their plans.
 
-Added elsewhere: kernels that replace ops, in `KINDS` of :mod:`cfp.kernels.kinds`;
-devices, as files in ``cfp/cost/kinds``; presets, in :mod:`cfp.analysis.presets` with
-their roles in :mod:`cfp.analysis.roles`; sharding rules of ops, in
-:mod:`cfp.program.read`. CONTRIBUTING.md has the details.
+Added elsewhere: a kind of kernels, as a module in `KINDS` of :mod:`cfp.kernels.kinds`;
+a device, as a file in ``cfp/cost/kinds``; a preset, as a line in `PRESETS` of
+:mod:`cfp.analysis.presets`; an op's sharding rule, in `_rule` of
+:mod:`cfp.program.read`, corrections of Shardy's in :mod:`cfp.program.rules`.
+CONTRIBUTING.md has the details.
 """
 
 from __future__ import annotations
@@ -84,7 +87,7 @@ def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
         found = race_until_fit(context, analyzed, solution)
         wrong, notes = wrong_kernels(context, found)
         if wrong:
-            allowed = context.rules.replacing_for_memory.kernels  # Of both kinds.
+            allowed = context.defaults.replacing_for_memory.kernels  # And the usual.
             kernels = [kernel for kernel in allowed if kernel not in wrong]
             settings = replace(options.settings, attention=tuple(kernels))
             again = replace(analyzed, profiles=None)  # Made with the wrong kernels.

@@ -243,7 +243,7 @@ class PlanContext:
 
     Attributes:
         mesh: the devices, real or described.
-        rules: the platform's defaults, replaced by the user's settings where given.
+        defaults: the platform's defaults, replaced by the user's settings where given.
         memory: the user's memory budget; None without one.
         device_bytes: memory of a device, or None if the device does not report it.
         end: the end of planning, in seconds of `time.monotonic`.
@@ -252,7 +252,7 @@ class PlanContext:
     mesh: Mesh | DescribedMesh
     store: ProfileStore
     settings: DetailedSettings
-    rules: PlatformDefaults
+    defaults: PlatformDefaults
     environment: Parts
     measure: MeasureOptions
     memory: MemoryBudget | None
@@ -278,7 +278,7 @@ class PlanContext:
     @property
     def races(self) -> bool:
         """True if the best candidates are timed, and the fastest is the plan."""
-        return self._may_run and not self.rules.estimates
+        return self._may_run and not self.defaults.estimates
 
     @property
     def compiles(self) -> bool:
@@ -297,7 +297,7 @@ class PlanContext:
 
         It is 1 if the compiler takes no limit, or nothing is compiled.
         """
-        limited = self.compiles and self.rules.limits_memory and self.device_bytes
+        limited = self.compiles and self.defaults.limits_memory and self.device_bytes
         return LIMITED_MEMORY if limited else 1.0
 
 
@@ -346,7 +346,7 @@ def open_context(
             mesh=mesh,
             store=store,
             settings=settings,
-            rules=_rules(defaults, settings, mesh),
+            defaults=_defaults(defaults, settings, mesh),
             environment=environment,
             measure=MeasureOptions(
                 retry_failures=settings.retry_failures,
@@ -359,7 +359,7 @@ def open_context(
         )
 
 
-def _rules(
+def _defaults(
     usual: PlatformDefaults,
     settings: DetailedSettings,
     mesh: Mesh | DescribedMesh,

@@ -200,7 +200,7 @@ def profile(
         races: True leaves a share of the time budget for a race.
     """
     started = time.perf_counter()
-    if context.rules.estimates:
+    if context.defaults.estimates:
         return _estimated(context, analysis, started)
     end = context.end
     if races and context.races:  # The race has the rest of the time.
@@ -238,7 +238,7 @@ def _measured(
     all_presets: bool,
 ) -> Profiles:
     """Measures strategies until no unmeasured preset may be faster or needed to fit."""
-    settings, rules = context.settings, context.rules
+    settings, defaults = context.settings, context.defaults
     estimates, every = estimate_among(analysis, rates, settings.dimensions)
     costs = Costs(analysis, rates, Dimension.REMAT in settings.dimensions)
     if memory := context.memory:
@@ -247,7 +247,7 @@ def _measured(
         every = able or every
     # If memory is short, leaner presets are measured though they are slow. If a
     # strategy fails, or nothing fits once compiled, all presets are.
-    near = leading_presets(analysis, estimates, every, rules.estimate_reach)
+    near = leading_presets(analysis, estimates, every, defaults.estimate_reach)
     leaner = _with_leaner(analysis, estimates, costs, every, near)
     # True if the estimated fastest segments of presets exceed the memory.
     tight = estimate_options(
@@ -256,7 +256,7 @@ def _measured(
         costs,
         per_kind=0,
         budget_bytes=context.budget_bytes,
-        replacing=rules.replacing,
+        replacing=defaults.replacing,
     ).memory_bound
     first = leaner if memory and tight else near
     maker = RequestBuilder(
@@ -265,7 +265,7 @@ def _measured(
         estimates=estimates,
         environment=context.environment,
         in_context=settings.in_context,
-        replacing=rules.replacing_for_memory if tight else rules.replacing,
+        replacing=defaults.replacing_for_memory if tight else defaults.replacing,
     )
     explored = partial(
         measure_candidates,
@@ -321,7 +321,7 @@ def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
     return Estimate(
         time_ms=(best or leanest(problem)).cost_ms,
         fits=best is not None,
-        profiles=profiles if context.rules.estimates else None,
+        profiles=profiles if context.defaults.estimates else None,
     )
 
 
@@ -330,11 +330,11 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
     context.measure.tell("estimating what each strategy takes")
     if isinstance(context.mesh, DescribedMesh):
         rates = context.mesh.rates
-    elif context.rules.estimates:
+    elif context.defaults.estimates:
         rates = Rates.of_virtual_devices(context.devices)
     else:
         rates = measured_rates(context)
-    rules = context.rules
+    defaults = context.defaults
     estimates, named = estimate_among(analysis, rates, context.settings.dimensions)
     may = Dimension.REMAT in context.settings.dimensions
     costs = Costs(analysis, rates, may, measured=False)
@@ -345,8 +345,8 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
         costs,
         per_kind=context.settings.per_kind,
         budget_bytes=context.budget_bytes,
-        replacing=rules.replacing,
-        for_memory=rules.replacing_for_memory,
+        replacing=defaults.replacing,
+        for_memory=defaults.replacing_for_memory,
     )
     problem = found.problem
     assert problem is not None, "estimates decide"
@@ -398,7 +398,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     first, *others = found
     candidates = [
         Candidate("planned", first),
-        *named_candidates(named, context.rules.levels),
+        *named_candidates(named, context.defaults.levels),
         *(Candidate(f"planned {n}", choice) for n, choice in enumerate(others, 2)),
     ]
     return Solution(
@@ -475,7 +475,7 @@ def search_as_compiled(
     if problem is None or rates is None:
         return None
     may = Dimension.REMAT in context.settings.dimensions
-    costs = Costs(analysis, rates, may, measured=not context.rules.estimates)
+    costs = Costs(analysis, rates, may, measured=not context.defaults.estimates)
     estimates = estimate_kinds(analysis, rates)
     options = []
     for kind, row in enumerate(problem.options):
@@ -533,7 +533,7 @@ def _fitting_as_compiled(
     first = 1 + sum(name.startswith(LESS_MEMORY) for name in names)
     new = (choice for choice in best if choice not in known)
     plans = [Candidate(less_memory(n), one) for n, one in enumerate(new, first)]
-    others = named_candidates(presets, context.rules.levels)
+    others = named_candidates(presets, context.defaults.levels)
     return _predicted(analysis, problem, plans), _predicted(analysis, problem, others)
 
 
@@ -611,8 +611,8 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
         known = named_choices(analysis.frame)  # Propagation takes longer than the rest.
     if name not in known:
         raise _no_preset(name, known, analysis)
-    written, replacing, counts = known[name], context.rules.replacing, {}
-    if decided := context.rules.estimates:
+    written, replacing, counts = known[name], context.defaults.replacing, {}
+    if decided := context.defaults.estimates:
         found = profile(context, analysis)
         rates, replacing, counts = found.costs.rates, found.replacing, found.counts
     else:

@@ -89,7 +89,7 @@ def complete_plan(
         MemoryBudgetError: no candidate fits in memory.
         CfpError: no candidate runs.
     """
-    analysis, rules, winner = analyzed.analysis, context.rules, outcome.winner
+    analysis, defaults, winner = analyzed.analysis, context.defaults, outcome.winner
     if winner is None:
         raise _nothing_fits(context, outcome, analysis)
     kept = BuildEnvironment.beside(context.store.path)
@@ -109,7 +109,7 @@ def complete_plan(
         analysis,
         winner.choice,
         solution.problem,
-        profiles.replacing if profiles else rules.replacing,
+        profiles.replacing if profiles else defaults.replacing,
         profiles.failed_kernels if profiles else kernels_not_timed(outcome),
         outcome.raced,
         dimensions=context.settings.dimensions,

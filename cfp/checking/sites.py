@@ -116,7 +116,7 @@ def _compare(
     ]
     split = len(part.derived)
     # Without autotuning, which took ten seconds on an H200 for two runs.
-    is_gpu = context.rules.replacing.platform in GPU_PLATFORMS
+    is_gpu = context.defaults.replacing.platform in GPU_PLATFORMS
     how: dict[str, Any] = {"compiler_options": dict(UNTUNED)} if is_gpu else {}
     try:
         lowered = [part.lower(*shardings), part.widened(*shardings)]

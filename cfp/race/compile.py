@@ -328,7 +328,7 @@ def choice_digest(choice: str) -> str:
 
 def question(context: PlanContext, programs: Iterable[RaceProgram]) -> ProfileKey:
     """Returns the key of a race's answer, from budget, environment and `programs`."""
-    options = context.rules.compiler_options.values()
+    options = context.defaults.compiler_options.values()
     return ProfileKey(
         (
             ("what", "the programs of a race"),
@@ -426,7 +426,7 @@ def known_to_fit(
     """
     assert context.memory is not None, "remembered choices race under a budget only"
     budget_bytes = context.memory.budget_bytes
-    allowed = known_kernels(context.rules.replacing_for_memory.kernels)
+    allowed = known_kernels(context.defaults.replacing_for_memory.kernels)
     [first] = programs_of(analysis, candidates[:1], context.environment)
     known = [
         (one, record)

@@ -125,10 +125,12 @@ class Race:
 
     def rank(self, candidates: Sequence[Candidate]) -> Ranking:
         """Times candidates, and the leaders again with variants of the fastest."""
-        rules = self.context.rules
+        defaults = self.context.defaults
         # One turn is enough if leaders run again.
-        raced = self.time(candidates, 1 if rules.compiler_options else rules.rounds)
-        first, new = second_race(raced, rules)
+        raced = self.time(
+            candidates, 1 if defaults.compiler_options else defaults.rounds
+        )
+        first, new = second_race(raced, defaults)
         if not new or self.context.is_over:
             return Ranking((), raced)
         names = {one.name for one in first}
@@ -140,7 +142,7 @@ class Race:
             mine = [one for one in raced if one.name in names]
             looks = {one.program.identity: one.record for one in mine if one.record}
         again = [*first, *new]
-        ran = self.time(again, rules.rounds, SECOND, looks)
+        ran = self.time(again, defaults.rounds, SECOND, looks)
         # Times of the first race do not compare with the second's.
         others = [one for one in raced if one.name not in names]
         return Ranking(ran, others)
@@ -191,7 +193,7 @@ class Race:
                 self.sizes.get(one.key)
                 or prediction_of(analysis, problem, one.choice).size
             ),
-            reach=None if one_is_enough else self.context.rules.reach,
+            reach=None if one_is_enough else self.context.defaults.reach,
             known=known,
             compiled=self.sizes,
             at_once=self.builder.at_once,
@@ -214,7 +216,7 @@ class Race:
         self.sizes.update(compiled_before(context, programs))
         answer = answer_to(asked, context.store)
         anyway = exempt_from_reach(candidates)
-        near = within_reach(candidates, anyway, context.rules.reach)
+        near = within_reach(candidates, anyway, context.defaults.reach)
         known = known_to_fit(context, self.analysis, problem, near, answer)
         presets = {one.choice for one in candidates if one.is_preset}
         known = [replace(one, is_preset=one.choice in presets) for one in known]
@@ -228,7 +230,7 @@ class Race:
         context, solution = self.context, self.solution
         candidates, races = solution.candidates, context.races
         if races and context.memory is None:  # First options may need more memory.
-            first = context.rules.first_options
+            first = context.defaults.first_options
             candidates = [(with_options(one, first) or [one])[0] for one in candidates]
         known, asked = self.remember(candidates)
         fitting, refused, left = list[RaceResult](), list[RaceResult](), []
@@ -300,7 +302,7 @@ class Race:
 
         For described devices, up to `MOST_RACED` candidates are compiled.
         """
-        if not self.context.rules.estimates:
+        if not self.context.defaults.estimates:
             return {}
         problem, most = self.solution.problem, self.context.budget_bytes
         whole = ConstraintLevel.EVERYTHING

@@ -6,7 +6,7 @@ import pytest
 
 import cfp
 from cfp.analysis.presets import PRESETS, PROPAGATED, named_choices
-from cfp.context import DetailedSettings, _rules
+from cfp.context import DetailedSettings, _defaults
 from cfp.models import build
 from cfp.passes import analyze_step
 from cfp.program.step import flatten_step
@@ -103,7 +103,7 @@ def test_on_one_device_nothing_is_constrained_and_no_options_are_for_collectives
 
     settings = DetailedSettings()
     rules = [
-        _rules(defaults_of("gpu"), settings, where)
+        _defaults(defaults_of("gpu"), settings, where)
         for where in (mesh, make_mesh((("x", 2),)))
     ]
     assert [len(one.levels) for one in rules] == [1, 3]

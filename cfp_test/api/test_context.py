@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import cfp
-from cfp.context import DetailedSettings, _rules
+from cfp.context import DetailedSettings, _defaults
 from cfp.settings import ConstraintLevel, defaults_of
 
 EVERY = tuple(ConstraintLevel)
@@ -20,7 +20,9 @@ def test_presets_race_at_levels(platform, described, levels):
     mesh = cfp.described("4xh200") if described else here
 
     def found(**settings):
-        return _rules(defaults_of(platform), DetailedSettings(**settings), mesh).levels
+        return _defaults(
+            defaults_of(platform), DetailedSettings(**settings), mesh
+        ).levels
 
     assert {*found()} == {*levels}
     for one in EVERY:  # What is asked for holds.

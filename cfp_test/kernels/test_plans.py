@@ -207,13 +207,13 @@ def test_a_check_of_it_passes(planned):
 def test_on_virtual_devices_kernels_are_for_memory(mesh, tmp_path):
     """XLA's own attention stays if times decide: it is the fastest on a CPU."""
     with open_context(mesh, tmp_path) as context:
-        assert context.rules.replacing == Replacing()
-        assert context.rules.replacing_for_memory.kernels == ("chunked",)
+        assert context.defaults.replacing == Replacing()
+        assert context.defaults.replacing_for_memory.kernels == ("chunked",)
     for asked in (("xla",), ()):
         settings = cfp.PlannerSettings(attention=asked)
         with open_context(mesh, tmp_path, None, settings) as context:
-            assert context.rules.replacing == Replacing(kernels=asked)
-            assert context.rules.replacing_for_memory == context.rules.replacing
+            assert context.defaults.replacing == Replacing(kernels=asked)
+            assert context.defaults.replacing_for_memory == context.defaults.replacing
 
 
 def half(params, x):

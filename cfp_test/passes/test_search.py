@@ -92,7 +92,7 @@ def test_a_search_as_compiled_finds_the_fastest_that_fits_then(
     )
     context: Any = SimpleNamespace(
         settings=SimpleNamespace(dimensions=ALL_DIMENSIONS),
-        rules=SimpleNamespace(estimates=False, levels=(ConstraintLevel.EVERYTHING,)),
+        defaults=SimpleNamespace(estimates=False, levels=(ConstraintLevel.EVERYTHING,)),
         environment=(),
         usual_temp_share=1.0,
     )
@@ -130,7 +130,7 @@ def test_the_last_resort_is_named_like_no_candidate(found, monkeypatch):
         },
     )
     rules = SimpleNamespace(levels=(ConstraintLevel.EVERYTHING,))
-    context: Any = SimpleNamespace(rules=rules, environment=(), usual_temp_share=1.0)
+    context: Any = SimpleNamespace(defaults=rules, environment=(), usual_temp_share=1.0)
     smallest = _smallest(context, analysis, solution, [])
     assert smallest is not None
     first, *_ = smallest.candidates

@@ -143,7 +143,7 @@ def known(analysis, tmp_path):
             store=store,
             environment=(),
             settings=DetailedSettings(),
-            rules=SimpleNamespace(
+            defaults=SimpleNamespace(
                 compiler_options={"option": OPTION},
                 replacing_for_memory=Replacing(),
             ),

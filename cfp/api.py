@@ -154,7 +154,7 @@ def plan(
             "data_parallel" or "fully_sharded". Kernels may compute its attention.
         choose: kinds of choices to make, such as ``("sharding", "kernels")``; by
             default all, see :class:`PlannerSettings`.
-        precision: "fp8" for FP8 products, see :class:`PlannerSettings`.
+        precision: a lower precision of large products, see :class:`PlannerSettings`.
         cache_dir: folder of the measurements; by default the user's cache directory.
         settings: limits of measuring, search and race, and a callback for progress.
 

@@ -22,7 +22,7 @@ from cfp.profiling.coordination import coordination, is_shared
 from cfp.profiling.record import Parts, environment_parts
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.profiling.tasks import Limits, MeasureOptions, Progress
-from cfp.program.fp8 import read_precision
+from cfp.program.trace import find_precision
 from cfp.settings import (
     ALL_DIMENSIONS,
     LIMITED_MEMORY,
@@ -66,8 +66,9 @@ class PlannerSettings:
             fit. On virtual CPU devices candidates race only with ``measure=True``.
         compile: compile the best few for described devices (takes cfp[tpu] or
             cfp[cuda]), and drop those that do not fit.
-        precision: compute large 16-bit products of parameters in FP8, which changes
-            results: fp8, or fp8,-*/router to leave some out by path. See docs/fp8.md.
+        precision: compute large 16-bit products of parameters in fewer bits, which
+            changes results: NAME, or NAME,-*/router to leave some out by path.
+            ``cfp plan --help`` lists names.
         measure: measure strategies and race on virtual CPU devices, too; by default
             choices there are by estimates. False uses stored measurements only.
         retry_failures: measure again what failed before. A `datetime` retries failures
@@ -119,8 +120,7 @@ class PlannerSettings:
                 f"Expected 0 or more seconds, got seconds={self.seconds!r}. Leave out "
                 "seconds for planning without a limit of time."
             )
-        if self.precision:
-            read_precision(self.precision)
+        find_precision(self.precision)
         dimensions = self.dimensions
         for dimension, name in _OF_DIMENSIONS.items():
             if getattr(self, name) and dimension not in dimensions:

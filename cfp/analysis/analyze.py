@@ -373,11 +373,9 @@ def enough_state(frame: Frame, lacking_bytes: int) -> list[HostState]:
 
 # ---------------------------------------------------------------------- work of a step
 
-_NARROW = ("bf16", "f16")
+_NARROW = ("bf16", "f16", "f8")
 _INTEGERS = ("i8", "i16", "i32", "i64", "ui8", "ui16", "ui32", "ui64")
 _LONG = ("cholesky", "custom_call", "fft", "sort", "triangular_solve")
-# Time that FP8 saves per FLOP, and costs per quantized number, on an H200, docs/fp8.md.
-_SAVED_MS, _QUANTIZED_MS = 0.71e-12, 1.65e-9
 # Ops that keep the rows of a table, or take some of them.
 _ROWS_PASS = ("broadcast_in_dim", "convert", "dynamic_slice", "reshape", "slice")
 
@@ -392,9 +390,9 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
     Returns:
         Unknown counts are absent.
         ``model_flops``: of one step, without the step's own rematerialization;
-        ``narrow_share``: share of them in 16 bits or FP8, 0 to 1;
-        ``fp8_share``: share of them in FP8, 0 to 1;
-        ``fp8_saves_ms``: estimated time that FP8 saves on each device;
+        ``narrow_share``: share of them in 16 or 8 bits, 0 to 1;
+        ``*_share``: share of them in the precision of that name, 0 to 1;
+        ``*_saves_ms``: estimated time that the precision saves on each device;
         ``devices_by_hand``: most devices of a region that the user sharded by hand;
         ``batch_samples``: samples of the batch;
         ``batch_tokens``: table rows that the batch looks up, if more than samples;
@@ -406,14 +404,14 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
     if not flops:
         return {}
     found: dict[str, float] = {"model_flops": float(flops)}
-    found["narrow_share"] = _share(program, (*_NARROW, "f8"))
-    if program.rewritten.products:
-        share = found["fp8_share"] = _share(program, ("f8",))
+    found["narrow_share"] = _share(program, _NARROW)
+    if one := program.rewritten.precision:
+        share = found[f"{one.name}_share"] = _share(program, (one.element,))
         casts = [op for op in program.ops if op.kind == "convert"]
         made = [(program.values[op.results[0]], op.repeat) for op in casts]
-        numbers = sum(prod(v.shape) * times for v, times in made if "f8" in v.dtype)
-        saved_ms = _SAVED_MS * share * flops - _QUANTIZED_MS * numbers
-        found["fp8_saves_ms"] = saved_ms / prod(size for _, size in frame.mesh)
+        numbers = sum(prod(v.shape) * n for v, n in made if one.element in v.dtype)
+        saved_ms = one.saved_ms * share * flops - one.quantized_ms * numbers
+        found[f"{one.name}_saves_ms"] = saved_ms / prod(n for _, n in frame.mesh)
     regions = (op.manual for op in program.ops if op.manual and op.manual.flops)
     if (most := max((one.devices for one in regions), default=1)) > 1:
         found["devices_by_hand"] = float(most)
@@ -506,14 +504,14 @@ def _looked_up(
             yield count * op.repeat
 
 
-def _share(program: Program, dtypes: Collection[str]) -> float:
-    """Returns the share of contractions' FLOPs, 0 to 1, of these operand types."""
+def _share(program: Program, dtypes: tuple[str, ...]) -> float:
+    """Returns the share of FLOPs, 0 to 1, of operand types that begin with these."""
     total = meant = 0.0
     for op in program.ops:
         if op.manual is not None:
             share = _share(op.manual.program, dtypes)
         elif is_contraction(op):
-            share = float(product_dtype(program, op) in dtypes)
+            share = float(product_dtype(program, op).startswith(dtypes))
         else:
             continue
         flops = model_flops(program, op)

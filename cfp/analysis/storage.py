@@ -16,7 +16,6 @@ from math import prod
 from cfp.analysis.contractions import UnionFind, is_contraction, squeeze
 from cfp.analysis.flow import NEVER, Flow, first_downstream, passes
 from cfp.analysis.strategies import Mesh, Spec
-from cfp.program.fp8 import TAKEN
 from cfp.program.graph import Op, Program, is_dequantized, reached
 
 _VIEWS = frozenset({"transpose", "reshape", "convert"})
@@ -345,8 +344,8 @@ class _Finder:
         program = self.program
         found: set[int] = set()
         whole: set[int] = set()
-        # With FP8, shards are rounded before they are gathered.
-        rounds = _ROUNDS if TAKEN in program.rewritten.products else ()
+        # In a lower precision, shards are rounded before they are gathered.
+        rounds = _ROUNDS if program.rewritten.precision else ()
         stack: list[tuple[int, tuple[int | None, ...]]] = [
             (value, tuple(range(len(shape))))
         ]

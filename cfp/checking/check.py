@@ -153,7 +153,7 @@ class Differences(list[Leaf]):
     """Comparisons of all leaves, the largest distance first; `str` lists the largest.
 
     Attributes:
-        rounded: effect of FP8: {path: distance to the step without FP8} of the furthest
+        rounded: {path: distance to the step without `Plan.precision`} of the furthest
             changed state leaf (relative to its change) and other leaf (to its norm).
     """
 
@@ -350,10 +350,10 @@ class Check:
     def _rounded(
         self, expected: Any, changes: Mapping[str, float], tell: Callable[[str], None]
     ) -> tuple[dict[str, float], set[str]]:
-        """Returns (`Differences.rounded`, paths of leaves not finite in FP8 alone)."""
+        """Returns (`Differences.rounded`, paths of leaves that it makes non-finite)."""
         if (plain := self.reference.unrounded) is None:
             return {}, set()
-        tell("running the step without FP8")
+        tell("running the step without --precision")
         have, want = expected, self._results(plain, fresh)
         found, have, want = compare(have, want), _by_path(have), _by_path(want)
         far = [x.path for x in found if not isfinite(x.relative_l2)]
@@ -436,7 +436,7 @@ class Reference:
     Attributes:
         step: computes in float32, or in float64 if the original does.
         preset: preset of its shardings, or `AS_WRITTEN`; "" on one device.
-        unrounded: the same step without FP8; None without FP8, or on several devices.
+        unrounded: the same step without `Plan.precision`; None on several devices.
     """
 
     step: CompiledStep

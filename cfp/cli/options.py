@@ -29,6 +29,7 @@ from cfp.plan.plan import Plan
 from cfp.profiling.coordination import is_follower
 from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Limits, Progress
+from cfp.program.trace import PRECISIONS
 from cfp.settings import ConstraintLevel
 from cfp.variants import SEARCH_INSTEAD
 from cfp.view.console import wrapped
@@ -240,7 +241,7 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "choose": _of_settings("choose", str, metavar="NAMES"),
     "attention": _of_settings("attention", str, KERNELS, metavar="KERNELS"),
-    "precision": _of_settings("precision", str, KERNELS, metavar="PRECISION"),
+    "precision": _of_settings("precision", str, KERNELS, metavar="|".join(PRECISIONS)),
     "compile": _of_settings("compile", bool),
     "per_kind": _of_settings("per_kind", int, metavar="N", min=1),
     "others": _of_settings("others", int, metavar="COUNT", min=0),

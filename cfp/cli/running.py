@@ -347,7 +347,7 @@ def _check_lines(trial: Trial) -> Iterator[str]:
     if off := trial.steps[-1].comparison.rounded:
         texts = (f"{trial.named(path)} by {far:.2g}" for path, far in off.items())
         yield (
-            "Largest differences from the step without FP8 (state: of its change): "
+            "Largest distances to the step without --precision (state: of its change): "
             f"{', '.join(texts)}"
         )
 

@@ -353,7 +353,7 @@ def _has_memory(program: Program, v: int) -> bool:
 
 
 def _is_view(program: Program, op: Op) -> bool:
-    """True if the op's readers read its operand: a view, or an FP8 tensor's scaling."""
+    """True if the op's readers read its operand: a view, or a dequantized tensor."""
     return op.kind in _VIEWS or is_dequantized(program, op)
 
 

@@ -579,10 +579,7 @@ def compose_plan(
     program = frame.program
     layout = lay_out(frame, winner.choice)
     search: dict[str, Any] = dict(outcome.counts)
-    if count := program.rewritten.erased_constraints:
-        search["constraints_left_out"] = count
-    if count := program.rewritten.wide_sums:
-        search["wide_sums"] = count
+    search |= {name: n for name, n in program.rewritten.counts.items() if n}
     search |= model_work(frame, data_arguments(frame))
     if undonated := undonated_arguments(layout):
         search["undonated_bytes"] = sum(undonated.values())

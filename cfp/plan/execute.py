@@ -50,7 +50,6 @@ from cfp.profiling.record import GPU_PLATFORMS, UNTUNED, environment_parts
 from cfp.program.calling import fixed, has_fixed, released
 from cfp.program.constrain import Constraints, constrain, misfit, partition_spec, uneven
 from cfp.program.dispatch import Dispatch, Look
-from cfp.program.fp8 import options_of
 from cfp.program.graph import Program
 from cfp.program.jaxprs import (
     check_numbers,
@@ -643,7 +642,7 @@ def load_or_lower(
         is_same = found.unchanged and not lowering.calls_host
     platform = mesh.devices.flat[0].platform
     environment = environment or BuildEnvironment()
-    how = {**environment.options(platform), **options_of(lowering.rewritten)}
+    how = {**environment.options(platform), **lowering.rewritten.options}
     how |= options or {}
     if wide and platform in GPU_PLATFORMS:
         # A checking program runs a few times only: decisions.md, "A check runs untuned

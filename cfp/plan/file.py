@@ -35,8 +35,8 @@ from cfp.plan.parts import PlanRow, PlanSegment, shape_of
 from cfp.printable import Count, Flag, Name, first_error, matching, shown
 from cfp.profiling.record import refused_option
 from cfp.program.constrain import Constraints, Rematerialization
-from cfp.program.fp8 import PRECISION
 from cfp.program.replace import Recorded, Replacement
+from cfp.program.trace import PRECISION, PRECISIONS
 
 FORMAT = 15
 
@@ -181,7 +181,7 @@ Donated = Annotated[tuple[Flag, ...], AfterValidator(_for_each)]
 Positions = Annotated[tuple[Count, ...], AfterValidator(_are_there)]
 Leaves = Annotated[tuple[tuple[Count, Count], ...], AfterValidator(_are_leaves)]
 Static = Annotated[tuple[StrictInt | StrictStr, ...], AfterValidator(_are_arguments)]
-Precision = Annotated[str, matching(f"({PRECISION})?", "fp8, or empty")]
+Precision = Annotated[str, matching(PRECISION, f"{', '.join(PRECISIONS)}, or empty")]
 
 
 # ------------------------------------------------------------------ inside of the step

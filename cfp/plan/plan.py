@@ -68,8 +68,8 @@ class Plan:
         constraints: shardings of values inside the step, by value and op numbers.
         donated: for each argument leaf, True if the step may overwrite it.
         in_host: (argument leaf, result leaf) of state in host memory between steps.
-        precision: "fp8" if large products are computed in FP8, else "".
-        products: for FP8, counts of 16-bit products by outcome, then by parameter.
+        precision: precision of large products, as a user gave it; "" as written.
+        products: with `precision`, 16-bit products by outcome, then by parameter.
         static: positions and keywords of arguments that are no arrays; None: unknown.
         winner: name of the chosen candidate, such as "planned".
         predicted_ms, predicted_bytes: step time, and memory on each device, or None.

@@ -33,7 +33,6 @@ from cfp.profiling.record import (
 )
 from cfp.profiling.tasks import Task
 from cfp.program.constrain import Constraints
-from cfp.program.fp8 import options_of
 from cfp.program.graph import Program, Spec
 from cfp.program.jaxprs import unchecked
 from cfp.program.memory import host_kind
@@ -207,7 +206,7 @@ def build_here(
 ) -> Built | ProfileRecord:
     """Lowers and compiles a job in this process alone; see `build`."""
     platform = mesh.devices.flat[0].platform
-    usual = {**environment.options(platform), **options_of(program.rewritten)}
+    usual = {**environment.options(platform), **program.rewritten.options}
     lower = partial(
         lower_part,
         program,

@@ -52,7 +52,7 @@ from cfp.profiling.runner import ON_CPUS, Place, TimingOptions, execute
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import MeasureOptions, Task
 from cfp.program.constrain import partition_spec
-from cfp.program.trace import planning_mesh
+from cfp.program.trace import PRECISIONS, planning_mesh
 
 Curve = tuple[tuple[int, float], ...]  # (bytes, milliseconds), bytes rising
 Axes = Mesh | Iterable[tuple[str, int]]  # a mesh, or its axes' names and sizes
@@ -70,9 +70,6 @@ _PRICED_AS = {
     "collective-broadcast": "all-gather",
 }
 
-# Speed of cuBLASLt's FP8 products relative to 16-bit ones, quantizing included
-# (docs/fp8.md).
-FP8_SPEEDUP = 1.7
 _DEFAULT_SIZES = (1 << 14, 1 << 20, 1 << 28)
 
 
@@ -201,7 +198,9 @@ class Rates:
         short = dtype in ("bfloat16", "bf16", "float16", "f16")
         short = short or dtype.startswith(("float8", "f8", "int8", "i8", "ui8"))
         rate = self.matmul_flops_per_ms["bfloat16" if short else "float32"]
-        return flops / (rate * FP8_SPEEDUP if dtype.startswith("f8") else rate)
+        every = PRECISIONS.values()
+        faster = (one.speedup for one in every if dtype.startswith(one.element))
+        return flops / (rate * next(faster, 1.0))
 
     def memory_ms(self, size: float) -> float:
         """Computes the time, ms, in which one device reads plus writes `size` bytes."""

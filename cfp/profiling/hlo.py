@@ -183,7 +183,7 @@ def _element_bits(element: str) -> int:
         return 8
     if element in ("token", "opaque"):
         return 0
-    # The first number is the width: s32, bf16, c64, f8e4m3fn.
+    # The first number is the width: s32, bf16, c64. 8-bit floats have others behind.
     width = re.search(r"\d+", element)
     return int(width[0]) if width else 0
 

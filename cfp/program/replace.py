@@ -407,13 +407,14 @@ def _picks_words(op: ir.Operation) -> bool:
     _, places, updates = op.operands
     *tokens, words = op.results[0].type.shape
     dims, batching = _dims(op), [*range(len(tokens))]
+    index = ir.IntegerType(ir.RankedTensorType(places.type).element_type)
     return (
         not dims.update_window_dims
         and [*dims.scattered_dims_to_operand_dims] == [len(tokens)]
         and [*dims.input_batching_dims] == batching
         and [*dims.scatter_indices_batching_dims] == batching
         and prod(updates.type.shape) == prod(places.type.shape) == prod(tokens)
-        and words <= _most_counted(places)
+        and words <= 2 ** (index.width - (not index.is_unsigned))
     )
 
 
@@ -443,9 +444,3 @@ def is_zero(value: ir.Value) -> bool:
     if numbers is None or not numbers.is_splat:
         return False
     return numbers.get_splat_value().value == 0
-
-
-def _most_counted(places: ir.Value) -> int:
-    """Returns the number of non-negative integers of the indices' type."""
-    kind = ir.IntegerType(ir.RankedTensorType(places.type).element_type)
-    return 2 ** (kind.width if kind.is_unsigned else kind.width - 1)

@@ -218,10 +218,6 @@ _CONVOLUTION = re.compile(r"conv<\[(.*?)\]x\[(.*?)\]->\[(.*?)\]>")
 _TRANSFORMS_SHARDED = (0, 12)
 
 
-def _numbers(release: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in release.split(".")[:2])
-
-
 def correct_rule(
     rule: Rule, op: ir.Operation, shapes: Sequence[tuple[int, ...]]
 ) -> Rule | None:
@@ -280,7 +276,7 @@ def _transform_rule(rule: Rule) -> Rule:
     XLA then gathers even dims that are not transformed (seen in 0.10.2 and 0.11.2).
     """
     rule = replace(_unpadded(rule), held=True)
-    if _numbers(version("jaxlib")) >= _TRANSFORMS_SHARDED:
+    if (*map(int, version("jaxlib").split(".")[:2]),) >= _TRANSFORMS_SHARDED:
         return rule
     # Fixed, not gathered: elementwise work between two transforms is less than gathers.
     return replace(rule, fixed=_factors(rule), reduction=frozenset())

@@ -77,7 +77,7 @@ class FlatStep:
             Tracing may need it; the plan chooses another.
         in_host: (argument leaf, result leaf of its new value) pairs that stay in host
             memory between steps; see `with_state_in_host`.
-        precision: such as "fp8", see `fp8.read_precision`; "" for products as written.
+        precision: of large products, see `PlannerSettings`; "" as they are written.
     """
 
     fn: Callable[..., Any]

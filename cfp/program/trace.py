@@ -12,7 +12,8 @@ devices continue with zeros, and the exception is raised at the step's end.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any
@@ -27,17 +28,33 @@ from jax.extend.mlir import ir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path, tree_structure, tree_unflatten
 
-from cfp.errors import CfpError, StepNotTraceable
+from cfp.errors import CfpError, OptionError, StepNotTraceable
 from cfp.program import shardy
 from cfp.program.calling import given_bytes
-from cfp.program.fp8 import use_precision
-from cfp.program.graph import Program, Rewritten
+from cfp.program.fp8 import FP8
+from cfp.program.graph import Precision, Program, Rewritten
 from cfp.program.jaxprs import check_settings, deferred, with_equations
 from cfp.program.memory import auto_mesh, in_memory, on_auto_mesh, placed_avals
 from cfp.program.partitioned import lowering_parameters
 from cfp.program.read import read_program
 from cfp.program.replace import rewrite_scatters
 from cfp.program.step import FlatStep
+
+# Precisions that users may ask for, by name; then a pattern of what they may give.
+PRECISIONS: Mapping[str, Precision] = {one.name: one for one in (FP8,)}
+PRECISION = "|".join(["", *(one.pattern for one in PRECISIONS.values())])
+
+
+def find_precision(given: str) -> Precision | None:
+    """Finds a precision by what a user gave, such as "fp8:512"; None for "".
+
+    Raises:
+        OptionError: the precision is unknown.
+    """
+    if not re.fullmatch(PRECISION, given):
+        known = "; or ".join(one.syntax for one in PRECISIONS.values())
+        raise OptionError(f"Unknown precision {given!r}. Give {known}.")
+    return PRECISIONS.get(re.split("[:,]", given)[0])
 
 
 def planning_mesh(mesh: Mesh) -> Mesh:
@@ -225,9 +242,13 @@ def lower_step(
     if "InspectSharding" in map(shardy.call_target, shardy.every_op(module)):
         raise StepNotTraceable(_INSPECTED)
     erased, wide = shardy.normalise(module), rewrite_scatters(module)
-    mesh = in_shardings[0].mesh if in_shardings else None
-    products = use_precision(module, step.precision, step.arg_names, mesh)
-    rewritten = Rewritten(erased_constraints=erased, wide_sums=wide, products=products)
+    counts = {"constraints_left_out": erased, "wide_sums": wide}
+    one, products = find_precision(step.precision), {}
+    if one and in_shardings:
+        given = step.precision, step.arg_names, in_shardings[0].mesh
+        products = one.rewrite(module, *given)
+    taken = one if one and one.taken in products else None
+    rewritten = Rewritten(counts=counts, products=products, precision=taken)
     return Lowering(lowered, module, out_tree, rewritten, alarm)
 
 

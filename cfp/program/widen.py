@@ -27,7 +27,7 @@ from jax.tree_util import tree_flatten, tree_unflatten
 from cfp.program import shardy
 from cfp.program.graph import Program, numpy_dtype, reached
 from cfp.program.part import Part, Signature, aval, cut_out, signature
-from cfp.program.replace import Replacement
+from cfp.program.replace import Replacement, aval_of
 from cfp.program.step import FlatStep
 from cfp.program.trace import Lowering, lower_step
 
@@ -173,7 +173,8 @@ def widen(
         for op in ops:
             if op in fixed:
                 continue
-            for value in _values(op):
+            entries = (a for r in op.regions for b in r.blocks for a in b.arguments)
+            for value in (*op.results, *entries):
                 value.set_type(_wide(value.type))
             kind = op.name.partition(".")[2]
             if kind in _PRODUCTS:
@@ -223,12 +224,6 @@ def _called(module: ir.Module) -> list[ir.Operation]:
     return [named[name] for name in reached([main], further)]
 
 
-def _values(op: ir.Operation) -> list[ir.Value]:
-    """Returns an op's results and the block arguments of its regions."""
-    entries = [a for r in op.regions for b in r.blocks for a in b.arguments]
-    return [*op.results, *entries]
-
-
 def _has_narrow(kind: ir.Type) -> bool:
     """True for tensors of narrow floats, and tuples with one, as calls return."""
     if isinstance(kind, ir.TupleType):
@@ -264,7 +259,7 @@ def _is_fixed(op: ir.Operation) -> bool:
 
 
 def _quantizes(op: ir.Operation) -> bool:
-    """True if an op rounds float32 to FP8, as the reference's ops do, too."""
+    """True if an op rounds float32 to 8 bits, as the reference's ops do, too."""
     if op.name != "stablehlo.convert":
         return False
     return "f32>" in str(op.operands[0].type) and "f8" in str(op.results[0].type)
@@ -330,8 +325,7 @@ def _perturbed(value: ir.Value, kind: ir.Type, bit: int) -> ir.Value:
 
     if not info.nmant:
         return value
-    taken = jax.ShapeDtypeStruct(ir.RankedTensorType(value.type).shape, jnp.float32)
-    return shardy.graft(jax.jit(move).lower(taken).as_text(), [value])[0]
+    return shardy.graft(jax.jit(move).lower(aval_of(value.type)).as_text(), [value])[0]
 
 
 def _make_precise(op: ir.Operation, precise: bool) -> None:

@@ -13,7 +13,7 @@ from math import prod
 from cfp.plan.parts import UNPLANNED, Figures, LeftFigures
 from cfp.plan.plan import Plan
 from cfp.printable import counted, format_bytes, merged_alike
-from cfp.program.fp8 import TAKEN
+from cfp.program.trace import find_precision
 from cfp.search.requests import UNMEASURED_STRATEGIES
 from cfp.settings import Dimension
 from cfp.view import words
@@ -175,16 +175,17 @@ def _count(name: str, one: str, many: str) -> Callable[[Plan], Values]:
 
 
 def precision_text(plan: Plan) -> str:
-    """Counts products in FP8, with reasons for others; "" for a plan without FP8."""
-    if not plan.products:
+    """Counts products in the plan's precision, with reasons for others; "" without."""
+    if (one := find_precision(plan.precision)) is None or not plan.products:
         return ""
     counts = {why: sum(of.values()) for why, of in plan.products.items()}
-    taken = counts.pop(TAKEN, 0)
-    text = f"computed in FP8: {taken} of {taken + sum(counts.values())} 16-bit products"
-    if names := few([*plan.products.get(TAKEN, ())]):
-        share, saved = (plan.search.get(f"fp8_{n}", 0.0) for n in ("share", "saves_ms"))
+    every, taken = sum(counts.values()), counts.pop(one.taken, 0)
+    text = f"computed {one.taken}: {taken} of {every} 16-bit products"
+    if names := few([*plan.products.get(one.taken, ())]):
+        figures = (f"{one.name}_{figure}" for figure in ("share", "saves_ms"))
+        share, saved = (plan.search.get(figure, 0.0) for figure in figures)
         text += f" ({names}), {share:.0%} of all FLOPs"
-        text += f", estimated to save {saved:.1f} ms on H200s" * (saved >= 0.05)
+        text += f", estimated to save {saved:.1f} ms on {one.devices}" * (saved >= 0.05)
     text += ", multiplied in 16 bits here" * (plan.environment.get("platform") == "cpu")
     left = []
     for why, count in counts.items():

@@ -129,6 +129,12 @@ def test_no_model_is_known_by_name():
     assert [(f, word) for f, text in files.items() for word in model_words(text)] == []
 
 
+def test_a_precision_is_known_to_its_module_and_the_list():
+    """Other modules ask `PRECISIONS`: CONTRIBUTING.md."""
+    named = {f for f, t in SOURCES.items() if re.search("fp8|e4m3|e5m2", t, re.I)}
+    assert named == {"program/fp8.py", "program/trace.py"}
+
+
 def test_docstrings_open_with_a_verb_or_a_noun():
     texts = [*SOURCES.values(), *read(TESTS).values()]
     assert [words for text in texts for words in openings(text)] == []

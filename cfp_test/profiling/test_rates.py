@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfp.profiling.collectives import (
-    FP8_SPEEDUP,
     KINDS,
     Rates,
     axis_groups,
     interpolate,
     rising,
 )
+from cfp.program.fp8 import FP8
 
 CURVE = ((1_000, 0.5), (10_000, 0.5), (100_000, 5.0))
 
@@ -149,7 +149,7 @@ def test_default_rates_of_a_mesh():
         ("bfloat16", 0.5),
         ("bf16", 0.5),
         ("f16", 0.5),
-        ("f8E4M3FN", 0.5 / FP8_SPEEDUP),
+        ("f8E4M3FN", 0.5 / FP8.speedup),
         ("i8", 0.5),
     ],
 )

@@ -23,7 +23,6 @@ from cfp.program.fp8 import (
     TAKEN,
     _has_products,
     _lowered,
-    options_of,
     quantize,
 )
 from cfp.program.step import flatten_step
@@ -371,8 +370,8 @@ def test_xla_merges_no_products_of_a_program_with_fp8():
     whole, _ = lowered(partial(train, layer, unrolled), arguments())
     none, _ = lowered(partial(train, layer, unrolled), arguments(), "fp8:4096")
     names = {"xla_gpu_enable_triton_gemm", "xla_gpu_dot_merger_threshold_mb"}
-    assert options_of(whole.rewritten).keys() == names
-    assert options_of(none.rewritten) == {}
+    assert whole.rewritten.options.keys() == names
+    assert none.rewritten.options == {}
 
 
 def test_a_loop_condition_reads_a_parameter():

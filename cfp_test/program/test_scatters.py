@@ -56,7 +56,7 @@ def test_a_sum_is_rounded_once(kind, rows, tokens, seed):
     args = jnp.ones((rows, 3)), ids, gradient
     program, lowering = lowered(gradient_of_lookup(kind), *args)
     assert kinds_of_scatters(program) == ["f32"]
-    assert program.rewritten.wide_sums == 1
+    assert program.rewritten.counts["wide_sums"] == 1
     [found] = lowering.lowered.compile()(*args)
     exact = np.zeros((rows, 3))
     np.add.at(exact, ids, np.asarray(gradient, np.float64))
@@ -122,14 +122,14 @@ def test_other_scatters_stay(function):
     ids = jnp.arange(8, dtype=jnp.int32)
     program, _ = lowered(function, jnp.ones((16, 4)), ids, jnp.ones((8, 4), "bfloat16"))
     assert kinds_of_scatters(program) == ["bf16"]
-    assert program.rewritten.wide_sums == 0
+    assert program.rewritten.counts["wide_sums"] == 0
 
 
 def test_a_sum_in_float32_stays():
     args = jnp.ones((16, 4)), jnp.arange(8), jnp.ones((8, 4))
     program, _ = lowered(gradient_of_lookup(jnp.float32), *args)
     assert kinds_of_scatters(program) == ["f32"]
-    assert program.rewritten.wide_sums == 0
+    assert program.rewritten.counts["wide_sums"] == 0
 
 
 def words_of_tokens(logits, labels, gradient):
@@ -291,7 +291,7 @@ def test_sums_in_which_many_meet_are_wide_whatever_the_table(looked_up, shape):
 
     args = jnp.zeros(shape), jnp.zeros(4096, jnp.int32)
     program, lowering = lowered(gradient, *args)
-    assert program.rewritten.wide_sums == 1
+    assert program.rewritten.counts["wide_sums"] == 1
     [found] = lowering.lowered.compile()(*args)
     exact = gradient(*args, kind=jnp.float32)
     assert float(exact.max()) == 4096.0
@@ -304,7 +304,7 @@ def test_sums_of_segments_are_wide_where_many_meet():
 
     args = jnp.ones((4096, 2), jnp.bfloat16), jnp.arange(4096) % 4
     program, lowering = lowered(summed, *args)
-    assert program.rewritten.wide_sums == 1
+    assert program.rewritten.counts["wide_sums"] == 1
     assert (
         np.asarray(lowering.lowered.compile()(*args)[0]).tolist() == [[1024.0] * 2] * 4
     )

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -178,18 +179,35 @@ def unembed(params: Params, x: jax.Array) -> jax.Array:
     return constrain(x @ params["token"]["embedding"].astype(x.dtype).T, LOGITS)
 
 
-def attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, group: str
+def attention(
+    params: Params,
+    x: jax.Array,
+    *,
+    causal: bool = True,
+    kv_names: tuple[str, ...] = HEADS,
+    turn: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> jax.Array:
-    """Attention of [batch, seq, heads, head_dim]: einsums, or `attending_by`'s kernel.
+    """Self-attention by einsums or the kernel of `attending_by`; keeps `x`'s shape.
 
     Args:
       causal: True masks the tokens after a query.
-      group: "g" for grouped-query attention: a key head serves heads / kv_heads
-        consecutive query heads. "" for as many key heads as query heads.
+      kv_names: logical names of keys' and values' dims. With KV_HEADS, a key head
+        serves heads / kv_heads consecutive query heads.
+      turn: function of queries and keys, such as a rotary embedding.
     """
-    if kernel := _kernel.get():
-        return kernel(query, key, value, causal)
+    query, key, value = (
+        constrain(inside(name, linear, params, x), names)
+        for name, names in (("query", HEADS), ("key", kv_names), ("value", kv_names))
+    )
+    group = "g" if kv_names == KV_HEADS else ""
+    kernel = _kernel.get() or partial(_attend, group=group)
+    mixed = kernel(turn(query), turn(key), value, causal)
+    return inside("out", linear, params, constrain(mixed, HEADS), 2)
+
+
+def _attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, group: str
+) -> jax.Array:
     (batch, seq, _, head_dim), shape = query.shape, query.shape
     with jax.named_scope("scores"):
         query = query * head_dim**-0.5
@@ -206,29 +224,6 @@ def attend(
     return mixed.reshape(shape)
 
 
-def attention(
-    params: Params,
-    x: jax.Array,
-    *,
-    causal: bool = True,
-    kv_names: tuple[str, ...] = HEADS,
-    turn: Callable[[jax.Array], jax.Array] = lambda x: x,
-) -> jax.Array:
-    """Computes self-attention, [batch, seq, hidden] -> [batch, seq, hidden].
-
-    Args:
-      kv_names: logical names of keys' and values' dims; KV_HEADS for grouped queries.
-      turn: function of queries and keys, such as a rotary embedding.
-    """
-    query, key, value = (
-        constrain(inside(name, linear, params, x), names)
-        for name, names in (("query", HEADS), ("key", kv_names), ("value", kv_names))
-    )
-    group = "g" if kv_names == KV_HEADS else ""
-    mixed = attend(turn(query), turn(key), value, causal, group)
-    return inside("out", linear, params, constrain(mixed, HEADS), 2)
-
-
 def mlp(params: Params, x: jax.Array) -> jax.Array:
     """Two linear layers with a GELU between, [..., hidden] -> [..., hidden].
 
@@ -237,10 +232,10 @@ def mlp(params: Params, x: jax.Array) -> jax.Array:
     """
     if "gate" in params:
         gate, up = (inside(name, linear, params, x) for name in ("gate", "up"))
-        h = constrain(jax.nn.silu(gate) * up, INNER)
+        h = jax.nn.silu(gate) * up
     else:
-        h = constrain(jax.nn.gelu(inside("up", linear, params, x)), INNER)
-    return inside("down", linear, params, h)
+        h = jax.nn.gelu(inside("up", linear, params, x))
+    return inside("down", linear, params, constrain(h, INNER))
 
 
 # Logical names of the dims of the layers' parameters.

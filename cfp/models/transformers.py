@@ -48,8 +48,7 @@ Out = tuple[jax.Array, jax.Array]  # Logits and a penalty.
 # ------------------------------------------------------------------------------- GPT
 
 LAYER = {"attention_norm": NORM, "attention": ATTENTION, "feed_forward_norm": NORM}
-HEAD = {"kernel": "embed vocab"}
-ENDS = {"embedding": EMBEDDING, "final_norm": NORM, "head": HEAD}
+ENDS = {"embedding": EMBEDDING, "final_norm": NORM, "head": {"kernel": "embed vocab"}}
 
 
 def decoder_layer(

@@ -2,17 +2,17 @@
 # # Train a model on several devices
 #
 # For users who train on one device and have several. This tutorial takes a training
-# loop to four devices, and then through what happens in practice: it is stopped, starts
-# again from a checkpoint, and the next machine has another number of devices. The
+# loop to four devices, and then through what happens in practice: the run is stopped,
+# starts again from a checkpoint, and continues on another number of devices. The
 # model learns to write, character by character, from a story of 4,000 characters.
-# Nothing in it is written for cfp, and nothing in it changes on the way.
+# The model is not written for cfp, and does not change on the way.
 #
-# You need cfp and what comes with it ([installation](install.md)), and to know JAX a
-# little. On a machine without GPUs everything below runs on four virtual devices, in
-# about a minute. There is nothing to win there, since all of them are one CPU; what
-# you see and type is the same. This page is also [a
-# notebook](tutorial/tutorial.ipynb) and [a program](tutorial/tutorial.py), to be run
-# in the folder of [the story](tutorial/mill.txt).
+# You need cfp ([installation](install.md)), and to know JAX a little. On a machine
+# without GPUs everything below runs on four virtual devices, in about a minute. Such
+# devices share one CPU, so that nothing becomes faster; what you see and type is the
+# same. This page is also [a notebook](tutorial/tutorial.ipynb) and [a
+# program](tutorial/tutorial.py), to be run in the folder of [the
+# story](tutorial/mill.txt).
 
 # %%
 from pathlib import Path
@@ -84,9 +84,9 @@ def make_state():
 
 
 # %% [markdown]
-# The training step is a function from the old state to the new one. `nnx.merge` makes
-# the modules of the state's arrays, so that shapes are enough to describe the state:
-# `nnx.eval_shape` makes them without making a single array.
+# The training step is a function from the old state to the new one. In the step,
+# `nnx.merge` makes modules from the state's arrays. So shapes are enough to describe the
+# state, and `nnx.eval_shape` makes shapes without any array.
 
 # %%
 graph, state_shape = nnx.split(nnx.eval_shape(make))
@@ -133,10 +133,10 @@ for number in (0, 20, 40, 60, 79):
 # ## Plan
 #
 # `cfp.plan` takes the step, its arguments as arrays or as shapes, and a mesh. It
-# looks for the fastest way to shard the step that fits into the devices' memory, and
-# on GPUs lets the best ones race. With all parameters on every device the step needs
-# 13 MiB of each; so that there is something to decide, we say that a virtual device
-# has 12. Planning takes some seconds here, most of it compiling.
+# looks for the fastest sharding of the step that fits into the devices' memory, and
+# on GPUs times the best candidates. With all parameters on every device the step needs
+# 13 MiB on each. We give cfp a budget of 12 MiB, so that there is something to decide.
+# Planning takes some seconds here, most of it for compiling.
 
 # %%
 mesh = jax.make_mesh((len(devices),), ("x",), devices=devices)
@@ -155,26 +155,26 @@ plan.save("plan.json")
 print(plan)
 
 # %% [markdown]
-# How to read it, from above:
+# How to read the plan, from the top:
 #
-# - Time and memory of a step on each device, and the work that is done in it. A plan
+# - Time and memory of a step on each device, and the step's FLOPs. A plan
 #   for GPUs is measured. On virtual devices, whose times say nothing about GPUs,
-#   choices are made by estimates, and the plan is compiled, to see that it fits.
-# - *chosen* says why it is this plan, and which came second. On GPUs the presets
+#   cfp chooses by estimates, and compiles the plan to see that it fits.
+# - *chosen* gives the reason for this plan, and the second candidate. On GPUs the presets
 #   (data parallel, ZeRO, fully sharded, tensor parallel and others) that may be fast
 #   enough race, too. A plan is never slower than a preset in its race.
 # - *segments* are the parts of the model: the two blocks are alike, and share one
-#   line. Each product is named by its weight, with what the axis `x` splits in
-#   it: its `rows` (the batch: that is data parallelism), its `columns`, or the
-#   dimension that is `contracted` (together tensor parallelism). The last words are
-#   about parameters and optimizer state: stored as they are used, or sharded further
-#   and gathered where they are needed.
+#   line. Each product is named by its weight, with the dim that axis `x` splits: the
+#   `rows` (the batch, so data parallelism), the `columns`, or the dim that is
+#   `contracted` (both together: tensor parallelism). The last words say how parameters
+#   and optimizer state are stored: as the step uses them, or sharded further and
+#   gathered before use.
 # - *arguments* counts how many arrays of state and batch are sharded.
 # - *worth by prediction* says how much longer the step would take without a kind of
 #   choice: here 0.167 ms without storing parameters in shards.
 #
-# The report shows more, with everything that was tried: one HTML file, to be opened in
-# a browser ([how to read it](reading-plans.md)).
+# The report, one HTML file for a browser, also shows all candidates that were tried
+# ([how to read it](reading-plans.md)).
 
 # %%
 plan.report("report.html")
@@ -182,9 +182,9 @@ plan.report("report.html")
 # %% [markdown]
 # ## Train on all of them
 #
-# `plan.apply` gives the same step, sharded, and `plan.init` makes the state in its
-# shardings, so that no device ever holds all of it. The training
-# loop above has the same losses with it, up to rounding.
+# `plan.apply` returns the same step, sharded. `plan.init` makes the state in the plan's
+# shardings, so that no device ever holds all of it. With both, the training loop above
+# has the same losses, up to rounding.
 
 # %%
 step = plan.apply(train_step)
@@ -201,9 +201,9 @@ print(
 # %% [markdown]
 # ## Save
 #
-# Two things make a run that can be resumed: the plan, which is in `plan.json`
-# already, and a checkpoint of the state. Orbax saves arrays as they are sharded, each
-# device its part.
+# A run can be resumed with two things: the plan, which is in `plan.json`
+# already, and a checkpoint of the state. Orbax saves sharded arrays, each device its
+# part.
 
 # %%
 folder = Path("checkpoints").absolute()
@@ -213,13 +213,12 @@ with ocp.StandardCheckpointer() as checkpoints:
 # %% [markdown]
 # ## Start again
 #
-# The run was stopped. In a new process (in a notebook: restart the kernel) run what
-# defines model, step and batches again, all above `one_step`, and then go on here.
+# The run was stopped. In a new process (in a notebook: restart the kernel) run the
+# definitions of model, step and batches again, all above `one_step`, and then go on here.
 # Nothing is planned. `bind` checks that the plan is for arguments like these, and the
-# first call that it is for this step. `apply` begins to load the
-# executable that planning kept, and meanwhile the checkpoint is restored, straight
-# into the plan's shardings. On two H100 the first step was done 3.4 s after the
-# definitions.
+# first call checks that the plan is for this step. `apply` begins to load the
+# executable of planning. Meanwhile the checkpoint is restored, straight into the plan's
+# shardings. On two H100 the first step ended 3.4 s after the definitions.
 
 # %%
 batch_shape = jax.ShapeDtypeStruct((rows, length + 1), np.int32)
@@ -246,8 +245,8 @@ print(f"step 40: {resumed[0]:.4f}, step 79: {resumed[-1]:.4f}")
 # %% [markdown]
 # ## Go on with other devices
 #
-# Half of the devices are gone. Plan again for those that are left; the checkpoint of
-# above is restored into the new plan's shardings.
+# Half of the devices are gone. Plan again for the other half, and restore the
+# checkpoint into the new plan's shardings.
 
 # %%
 half = jax.make_mesh((len(devices) // 2,), ("x",), devices=devices[: len(devices) // 2])
@@ -261,7 +260,7 @@ print(f"step 59 on {half.size} devices: {on_half[-1]:.4f}, before: {resumed[19]:
 # %% [markdown]
 # ## What it has learned
 #
-# The state is one of NNX, on any devices: `nnx.merge` makes the model of it.
+# On any devices the state is a state of NNX: `nnx.merge` makes the model from it.
 
 # %%
 writer, _ = nnx.merge(graph, jax.device_get(state))
@@ -279,12 +278,12 @@ print(story[:60], story[60:], sep="\n")
 #
 # ## Where to go from here
 #
-# - If a program needs no look at its plan, one line is enough: `step =
-#   cfp.parallelize(train_step, plan="plan.json", donate_argnums=0)`, or without
-#   `plan`: then the step is planned at its first call, and later runs find that plan
+# - In a program, one line is enough: `step =
+#   cfp.parallelize(train_step, plan="plan.json", donate_argnums=0)`. Without
+#   `plan`, the step is planned at its first call, and later runs find that plan
 #   in the cache.
-# - A learning rate may change under a plan; a batch of another size is another
+# - A learning rate may change under a plan. A batch of another size is another
 #   program: plan again. All cases: [keep a plan](keep-a-plan.md).
-# - On GPUs compute in bfloat16, and plans take faster kernels by themselves, as
-#   cuDNN's attention: [when it helps](performance.md).
+# - On GPUs compute in bfloat16: then plans use faster kernels by themselves, such as
+#   cuDNN's attention ([when it helps](performance.md)).
 # - A cluster that you do not have yet: [planning ahead](planning-ahead.md).

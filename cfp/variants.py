@@ -3,7 +3,7 @@
 All variants are estimated, the best two are planned, and their plans run in one race,
 since clocks drift between races. If none fits in memory, one variant is planned with
 state in host memory, then leaner variants. `complete_plan` makes a winner's plan with
-its figures, and checks its kernels.
+its figures; `wrong_kernels` checks the plan's kernels.
 """
 
 from __future__ import annotations

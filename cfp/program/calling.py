@@ -180,7 +180,6 @@ def written_function(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """True if a function has ``**kwargs``."""
     return any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 

@@ -76,8 +76,10 @@ class _Product:
         roots: for each operand the value that it is a view, slice or cast of.
         weight: index of the operand that comes from a parameter; -1 if none does.
         gradient: index of the operand that is a cotangent; -1 if none is.
-        parameters: the arguments that one operand, or the result, is of.
-        needs: of each operand bits for what it depends on, see `_COTANGENT`.
+        parameters: indices of the parameters that are operands, or whose gradient the
+            result is.
+        needs: for each operand a bit mask of what it depends on: bit 0 is cotangents,
+            then a bit for each product, then one for each argument.
     """
 
     op: ir.Operation
@@ -152,7 +154,7 @@ FP8 = Precision(
 
 
 def _last(products: Sequence[_Product]) -> frozenset[int]:
-    """The parameters of the forward pass's products that no other of them needs."""
+    """Returns parameters of forward products on which no other such product depends."""
     forward = {
         2 << i: one
         for i, one in enumerate(products)
@@ -190,7 +192,7 @@ def _reason(one: _Product, last: Set[int], left: Set[int], least: int) -> str:
 
 
 def _has_products(mesh: Any) -> bool:
-    """True for NVIDIA's devices since compute capability 8.9 (Ada)."""
+    """True if a mesh's devices have FP8 products: NVIDIA's, from capability 8.9 on."""
     if isinstance(mesh, AbstractMesh):
         device = mesh.abstract_device
         return device.platform == "cuda" and "A100" not in device.device_kind
@@ -200,7 +202,7 @@ def _has_products(mesh: Any) -> bool:
 
 
 def _slower(products: Sequence[_Product], least_flops: float) -> list[_Product]:
-    """Returns the products of parameters that save less time than quantizing takes.
+    """Returns products of parameters whose products save less than quantizing takes.
 
     An operand of several products is quantized once; each counts a share of the time.
     """
@@ -216,7 +218,7 @@ def _slower(products: Sequence[_Product], least_flops: float) -> list[_Product]:
 
 
 def _classified(module: ir.Module) -> list[_Product]:
-    """Classifies products by their roles.
+    """Returns all products of a module with their roles.
 
     A parameter is an argument whose gradient the step returns, or its new value: of its
     shape, and made of it by a gradient, or by no product. Values that depend on other
@@ -262,9 +264,10 @@ def _classified(module: ir.Module) -> list[_Product]:
 def _multiplied(
     products: Sequence[_Product], numbers: Mapping[ir.Value, int], batch: int
 ) -> list[_Product]:
-    """The products of parameters and the batch, for each operand that is a parameter.
+    """Returns products of a parameter and the batch, one for each parameter operand.
 
-    None is the optimizer's: of gradients, and not made by differentiation.
+    Products of gradients that differentiation did not make are the optimizer's, and
+    left out. `numbers` is {parameter: index}, `batch` a mask as in `_Product.needs`.
     """
     return [
         replace(one, weight=i, parameters=frozenset({numbers[one.roots[i]]}))
@@ -276,7 +279,7 @@ def _multiplied(
 
 
 def _known(factors: Sequence[_Product]) -> defaultdict[Any, list[_Product]]:
-    """Differentiated products by a parameter's partner, its pass, and dims."""
+    """Returns products by (other operand's root, is backward, parameter's dims)."""
     known = defaultdict[Any, list[_Product]](list)
     for one in factors:
         if _is_within(one.op, "jvp("):
@@ -286,7 +289,7 @@ def _known(factors: Sequence[_Product]) -> defaultdict[Any, list[_Product]]:
 
 
 def _made(one: _Product, known: Mapping[Any, Sequence[_Product]]) -> frozenset[int]:
-    """The parameters whose gradient a product makes; none if it makes none.
+    """Returns indices of parameters whose gradient a product makes; empty without.
 
     Another product with the parameter reads the same cotangent, or else activation.
     """
@@ -298,7 +301,7 @@ def _made(one: _Product, known: Mapping[Any, Sequence[_Product]]) -> frozenset[i
 
 
 def _follow(block: ir.Block, bits: defaultdict[ir.Value, int], reads: Any) -> None:
-    """Adds to each value's bits those of the operands of its op that `reads` names."""
+    """Adds to each value's bits those of `reads(op)` of its op, also through loops."""
     for op in (one.operation for one in block.operations):
         of = [bits[v] for v in op.operands]
         if op.name not in _BY_PLACE:
@@ -318,7 +321,7 @@ def _follow(block: ir.Block, bits: defaultdict[ir.Value, int], reads: Any) -> No
 
 
 def _parts(op: ir.Operation) -> list[ir.Value]:
-    """The operands whose numbers an op's result has, changed one by one, or a part."""
+    """Returns an op's operands that are no larger than its results; [] for products."""
     if op.name == "stablehlo.dot_general":
         return []
     size = sum(prod(v.type.shape) for v in op.results)
@@ -373,7 +376,7 @@ def _is_within(op: ir.Operation, scope: str) -> bool:
 
 
 def _is_cotangent(root: ir.Value) -> bool:
-    """True if an op of the backward pass makes a root, or its next value in a loop."""
+    """True if a backward op makes a value, or the value that follows it in a loop."""
     maker = shardy.owner_of(_carried(root) or root)
     return maker is not None and _is_backward(maker)
 
@@ -410,7 +413,7 @@ def _rewrite(one: _Product, quantized: _Copies) -> None:
 
 
 def _quantized(value: ir.Value, kind: str, known: _Copies) -> _Copy:
-    """Returns a value in FP8 and its scale; transposes and reshapes are repeated."""
+    """Returns a value in FP8, and its scale; quantizes before transposes, reshapes."""
     value, moves = _unmoved(value)
     if (value, kind) not in known:
         known[value, kind] = _put_quantization(value, kind)
@@ -433,13 +436,13 @@ def _unmoved(value: ir.Value) -> tuple[ir.Value, list[ir.Operation]]:
 
 
 def _is_move(op: ir.Operation) -> bool:
-    """True if an op moves numbers and changes none."""
+    """True for transposes, reshapes, and broadcasts that repeat no number."""
     values = [*op.operands, *op.results] if op.name in _MOVES else []
     return len({prod(value.type.shape) for value in values}) == 1
 
 
 def _put_quantization(value: ir.Value, kind: str) -> _Copy:
-    """Inserts the ops that quantize a value after its maker; returns their results."""
+    """Quantizes a value behind its maker; returns the FP8 numbers and their scale."""
     text = _lowered(aval_of(value.type), kind)
     begin, after = ir.InsertionPoint.at_block_begin, ir.InsertionPoint.after
     owner, maker = value.owner, shardy.owner_of(value)
@@ -451,7 +454,6 @@ def _put_quantization(value: ir.Value, kind: str) -> _Copy:
 
 @lru_cache(maxsize=256)
 def _lowered(aval: jax.ShapeDtypeStruct, kind: str) -> str:
-    """Returns the text of `quantize`'s module for one type."""
     return jax.jit(lambda x: quantize(x, kind)).lower(aval).as_text()
 
 
@@ -517,7 +519,7 @@ def _write_of(read: ir.Operation) -> ir.Operation | None:
 
 
 def _readers(value: ir.Value) -> set[tuple[ir.Operation, int]]:
-    """Returns a value's readers, moved or not, as pairs of op and operand number."""
+    """Returns a value's readers, also behind moves, as (op, operand number) pairs."""
     found = set[tuple[ir.Operation, int]]()
     for use in value.uses:
         op = use.owner.operation
@@ -552,7 +554,7 @@ def _stack_copies(read: ir.Operation, write: ir.Operation, known: _Copies) -> No
 
 
 def _carry(loop: Any, value: ir.Value, known: _Copies) -> ir.Value:
-    """Adds a value to those that a loop carries, and returns the loop's last result."""
+    """Adds a value to those that a loop carries; returns the loop's result for it."""
     carried = [*loop.operands, value]
     kinds = [one.type for one in carried]
     kept = {name: loop.attributes[name] for name in loop.attributes}

@@ -200,7 +200,7 @@ class Precision:
         element: first letters of the element types of quantized numbers.
         options: compiler options of programs with rewritten products.
         speedup: speed of products relative to 16-bit ones, quantizing included.
-        saved_ms, quantized_ms: time that a FLOP saves, a number takes, on `devices`.
+        saved_ms, quantized_ms: time saved per FLOP, and lost per number, on `devices`.
     """
 
     name: str
@@ -221,7 +221,7 @@ class Rewritten:
     """Changes that cfp made to the step's program.
 
     Attributes:
-        counts: by name in `Plan.search`.
+        counts: {name in `Plan.search`: number of changes}.
         products: see `Precision.rewrite`.
         precision: of the rewritten products; None without any.
     """

@@ -202,7 +202,7 @@ class Channel:
 
 
 def open_channel() -> Channel | None:
-    """Returns the channel of this program; None if it has only one process."""
+    """Returns this process's channel to the others; None if there are no others."""
     state = distributed.global_state
     if state.client is None or state.num_processes < 2:
         return None

@@ -197,7 +197,7 @@ def widen(
 
 
 def _of_integers(module: ir.Module) -> set[ir.Operation]:
-    """Returns the main function's ops that compute with constants and integers only."""
+    """Returns main's ops that depend on constants and on integer arguments only."""
     block = shardy.main_block(module)
     known: set[ir.Value] = {
         a
@@ -259,7 +259,7 @@ def _is_fixed(op: ir.Operation) -> bool:
 
 
 def _quantizes(op: ir.Operation) -> bool:
-    """True if an op rounds float32 to 8 bits, as the reference's ops do, too."""
+    """True if an op rounds float32 to 8 bits: widening keeps these numbers."""
     if op.name != "stablehlo.convert":
         return False
     return "f32>" in str(op.operands[0].type) and "f8" in str(op.results[0].type)
@@ -296,7 +296,6 @@ def _join(op: ir.Operation, reads: Sequence[ir.Type], perturbed: bool) -> None:
 
 
 def _finfo(kind: ir.Type) -> Any:
-    """Returns the `jnp.finfo` of a narrow float."""
     return jnp.finfo(numpy_dtype(str(ir.RankedTensorType(kind).element_type)))
 
 
@@ -374,7 +373,7 @@ class Written:
 
     @property
     def text(self) -> str:
-        """The function of `lower` as StableHLO text, without locations."""
+        """StableHLO text of `lower()` for one device, without locations."""
         return str(shardy.stablehlo(self.lower()).operation.get_asm())
 
     @property
@@ -451,7 +450,7 @@ def written(program: Program, replacement: Replacement) -> Written:
 def _between(
     program: Program, inputs: Collection[int], outputs: Collection[int]
 ) -> tuple[set[int], set[int]]:
-    """Returns ops that compute outputs from inputs, and further values they need."""
+    """Returns ids of ops that make outputs from inputs, and of other values needed."""
     ops: set[int] = set()
     free: set[int] = set()
     known = set(inputs)
@@ -470,7 +469,7 @@ def _between(
 
 
 def _entering(program: Program, value: int) -> int:
-    """Returns the initial value, outside of loops, of an argument that loops keep."""
+    """Returns the value before loops of an argument that they keep; else the value."""
     while (origin := program.values[value].origin) >= 0:
         loop = next(op for op in program.ops if value in op.entries)
         place = loop.entries.index(value) % len(loop.operands)

@@ -240,7 +240,7 @@ def _function_target(
         wrong = [p for p in positions if not 0 <= p < len(args)]
         if wrong:
             raise CfpError(
-                f"{option} {wrong[0]}: the step's arguments ({len(args)}) are numbered "
+                f"{option} {wrong[0]}: the step's {len(args)} arguments are numbered "
                 "from 0."
             )
 

@@ -316,7 +316,7 @@ def _fit(
     if wrong:
         raise CfpError(
             f"The pin {pattern!r} = {spec} does not fit "
-            f"{program.arg_names[position]!r} {value}: {wrong}."
+            f"{program.arg_names[position]!r} {value}: {wrong}. Pin other axes."
         )
     return tuple(dims)
 

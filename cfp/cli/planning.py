@@ -280,7 +280,7 @@ def export_profiles(given: Any) -> None:
     if not path.exists():
         raise CfpError(
             f"There are no measurements to export: {path} does not exist. Run "
-            "cfp profile TARGET first, or name its folder with --workdir."
+            "cfp profile TARGET first, or name another folder with --workdir."
         )
     with ProfileStore(path) as store:
         count = store.export(file)

@@ -384,16 +384,14 @@ def read_json(path: str | Path) -> Any:
         with open(path, "rb") as file:
             text = file.read(_MOST_BYTES + 1)
         if len(text) > _MOST_BYTES:
-            raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MiB")
+            raise ValueError(f"the file is larger than {_MOST_BYTES >> 20} MiB")
         return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
     except (RecursionError, OSError, ValueError) as error:
         match error:
             case RecursionError():
-                reason = "it is nested too deeply."
+                reason = "the file is nested too deeply."
             case json.JSONDecodeError():
-                reason = (
-                    f"it is not JSON, as plan.save and cfp plan -o write it: {error}"
-                )
+                reason = f"the file is not JSON of plan.save or cfp plan -o: {error}"
             case FileNotFoundError():
                 reason = "there is no such file. Write one with cfp plan TARGET -o "
                 reason += f"{path}, or plan.save({str(path)!r})."
@@ -410,7 +408,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"it has the field {shown(twice)} twice")
+        raise ValueError(f"the file has the field {shown(twice)} twice")
     return found
 
 

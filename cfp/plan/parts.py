@@ -546,9 +546,9 @@ def places_like(result: Any, names: Sequence[str], types: Sequence[str]) -> list
             return [i for root in roots if root is not None for _, i in found[root]]
     leaves = _paths(result)
     raise PlanMismatch(
-        f"The initialisation's result has {len(leaves)} leaves, first {leaves[:3]}, as "
-        "no argument of the plan has. Return one of the step's arguments, or a tuple "
-        f"of several: {', '.join(arguments)}."
+        f"The initialisation's result of {len(leaves)} leaves, first {leaves[:3]}, "
+        "has the structure of no argument of the plan. Return one of the step's "
+        f"arguments, or a tuple of several: {', '.join(arguments)}."
     )
 
 

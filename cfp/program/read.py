@@ -434,7 +434,7 @@ class Outline:
 
     def __post_init__(self) -> None:
         if any(not 0 <= kind < len(self.kinds) for kind, _ in self.pairs()):
-            raise ValueError(f"an operation's kind is not one of {len(self.kinds)}")
+            raise ValueError(f"an operation has none of the {len(self.kinds)} kinds")
 
     def pairs(self) -> list[tuple[int, int]]:
         """Returns `ops` as (kind's index, digest); ValueError if it is damaged."""

@@ -79,7 +79,7 @@ def _turned(parameters: Any, first: str, hidden: int) -> dict[str, Any]:
     """
     rows, columns = parameters[first]["kernel"].shape
     if rows == columns:
-        raise Refused("has a square kernel, so [in, out] or [out, in] is unknown")
+        raise Refused("has a square kernel: [in, out] and [out, in] look alike")
     if columns != hidden:
         return parameters
     return {
@@ -115,7 +115,7 @@ class _OfHF(Policy):
                 raise Refused("uses dropout, which the operators do not support")
             asked = [n for n, x in given.items() if x is not None and x is not False]
             if asked:
-                raise Refused(f"is called with {', '.join(asked)}")
+                raise Refused(f"is called with {', '.join(asked)}, not supported")
             if mask is not None and not self.right_padded:
                 raise Refused(
                     "is called with a mask; give right_padded=True if masks only mask "

@@ -323,7 +323,7 @@ def open_context(
             check_compiler(mesh.cluster.kind)
             budget_bytes = budget_bytes or mesh.memory_bytes
     elif settings.compile:
-        raise CfpError("compile=True is for described devices. Leave it out.")
+        raise CfpError("compile=True is for described devices. Leave out compile.")
     else:
         environment = environment_parts([*mesh.devices.flat])
     defaults = defaults_of(dict(environment)["platform"])

@@ -267,7 +267,7 @@ def _plan_there(
         raise CfpError(
             f"The runner has too few devices: the mesh needs {count}, and there are "
             f"{len(devices)} of platform {devices[0].platform}. Give a smaller mesh. "
-            "On CPUs, set XLA_FLAGS=--xla_force_host_platform_device_count on its node."
+            "On CPUs set XLA_FLAGS=--xla_force_host_platform_device_count on the node."
         )
     made = call(
         mesh=jax.make_mesh(sizes, names, devices=devices[:count]),

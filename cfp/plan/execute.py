@@ -218,7 +218,7 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
     if not fits:
         raise PlanMismatch(
             f"The batch of {len(paths)} leaves, first {paths[:3]}, has the structure "
-            "of none of the plan's arguments. Pass one of them as the step takes it: "
+            "of none of the plan's arguments. Pass one of these arguments, whole: "
             f"{', '.join(known)}."
         )
     root = (exact or fits)[0]
@@ -536,7 +536,7 @@ def export_planned(
     if lowering.calls_host or _BY_CALLBACK in lowering.text:
         raise PlanMismatch(
             "The step calls Python functions of this process, which an exported file "
-            "cannot. Use the shardings that cfp show plan.json --python prints."
+            "cannot call. Use the shardings that cfp show plan.json --python prints."
         )
     return bytes(exported(step, lowering).serialize())
 
@@ -694,7 +694,7 @@ def _shardings(
             if uneven(aval.shape, mesh, spec[: len(aval.shape)] if is_key else spec):
                 raise PlanMismatch(
                     f"The plan shards {kind} {i}, {aval.dtype}{[*aval.shape]}, as "
-                    f"{spec} on a mesh {dict(mesh.shape)}, which does not divide it. "
+                    f"{spec} on a mesh {dict(mesh.shape)}, whose axes do not fit. "
                     "The plan is for another step, or damaged. Plan again."
                 )
     outs = shardings(mesh, output_specs, results)

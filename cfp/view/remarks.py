@@ -195,7 +195,7 @@ def precision_text(plan: Plan) -> str:
 
 
 def _crossing(plan: Plan) -> Values:
-    """Returns axes that cross hosts, and the traffic along them and along others."""
+    """Returns axes across hosts, and the traffic along these and along other axes."""
     across, sizes = plan.environment.get("crosses_hosts", ""), dict(plan.mesh_axes)
     totals = {side: [0, 0.0] for side in (True, False)}
     for move in (move for row in plan.rows for move in row.moves):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -53,8 +53,6 @@ class Job(Task):
         output is the next execution's input.
       options: (name, value) of XLA options.
       choice: JSON of a whole program's choice, for its record; "" for segments.
-      kernels: key, equal for jobs with the same kernels. The first job of each key is
-        built before the others, so that XLA tunes kernels once; None to skip this.
     """
 
     part: Part
@@ -64,7 +62,6 @@ class Job(Task):
     feedback: tuple[tuple[int, int], ...] = ()
     options: tuple[tuple[str, str], ...] = ()
     choice: str = ""
-    kernels: Hashable = None
 
     def __post_init__(self):
         assert len(self.in_specs) == len(self.part.inputs), self.label

@@ -8,15 +8,13 @@ Each build and run is noted in the store before it begins, so that a process tha
 leaves a trace (`cfp.profiling.tasks`). If another process measures jobs for the same
 store, this one waits for a minute at most, and uses the other's records.
 
-Before many programs are built side by side, their kernels are tuned. XLA's GPU compiler
-times several kernels for each matrix product, and stores the outcome. Programs that
-share products would repeat this work, on one device at the same time
-(docs/decisions.md, "Kernels are tuned before segments are built side by side"). XLA
-times kernels on the first device of a mesh. So as many programs as devices are built at
-once, each for the mesh with another device first. These are the first programs of each
-set of kernels (`Job.kernels`), not only those of presets. On 2 H200, 28 programs of an
-encoder took 35 s after 15 s of tuning. Five programs with other kernels, such as
-attention without kernels, took 9 to 18 s each, as one device tuned them.
+XLA's GPU compiler times several kernels for each matrix product, and stores the
+outcome. Programs that share products would repeat this work at the same time. So one
+program tunes each set of kernels (`Task.kernels`), and others that contain the set are
+built as soon as it has ended (docs/decisions.md, "Kernels are tuned before segments are
+built side by side"). XLA tunes on the first device of a mesh. So as many programs as
+devices tune at once, each for the mesh with another device first. Tuning leaves devices
+and most processors idle, so that other builds beside it take little longer.
 """
 
 from __future__ import annotations
@@ -31,13 +29,11 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
-import numpy as np
 from jax.sharding import Mesh
 
 from cfp.profiling.builder import (
@@ -45,10 +41,7 @@ from cfp.profiling.builder import (
     Built,
     CompilePool,
     Job,
-    build,
-    default_threads,
 )
-from cfp.profiling.coordination import is_shared
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import Place, place_of_parts
 from cfp.profiling.store import ProfileStore
@@ -126,78 +119,25 @@ class Measurer:
 
         first = first_of_kernels(new, self._tuned)
         self._tuned |= {job.kernels for job in first}
-        where, store, options = (self.program, self.mesh), self.store, self.options
-        built = tune_kernels(*where, first, store, options, is_late)
-        place = place_of_parts(*where, BuildEnvironment.beside(store.path), built=built)
-        name = self.program.name
+        store, options, name = self.store, self.options, self.program.name
+        environment = BuildEnvironment.beside(store.path)
+        place = place_of_parts(self.program, self.mesh, environment, first=first)
         return run_jobs(place, jobs, store, options, program=name, is_late=is_late)
-
-
-def tune_kernels(
-    program: Program,
-    mesh: Mesh,
-    jobs: Sequence[Job],
-    store: ProfileStore,
-    options: MeasureOptions | None = None,
-    is_late: Callable[[], bool] = lambda: False,
-) -> dict[str, Built]:
-    """Builds jobs, one on each device, so that the compiler tunes their kernels.
-
-    No job runs, and none is stored. Does nothing on platforms without tuning.
-
-    Returns:
-      ``{key: program}`` of those built for the mesh's own order of devices.
-    """
-    options = options or MeasureOptions()
-    environment = BuildEnvironment.beside(store.path)
-    platform = mesh.devices.flat[0].platform
-    if not jobs or not environment.options(platform):
-        return {}
-    threads = min(mesh.devices.size, default_threads(platform))
-    threads = 1 if is_shared(mesh) else threads
-    orders, built = SimpleQueue[Mesh](), dict[str, Built]()
-    for count in range(threads):  # Each has another device first.
-        devices = np.roll(mesh.devices.flatten(), -count).reshape(mesh.devices.shape)
-        orders.put(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))
-
-    def learn(job: Job) -> None:
-        order = orders.get()
-        try:
-            # Failures repeat, and are recorded, in the usual build.
-            outcome = build(program, order, job, environment)
-        finally:
-            orders.put(order)
-        if order == mesh and isinstance(outcome, Built):
-            built[job.key.digest] = outcome
-
-    def tell(job: Job, number: int, left: int, seconds: float) -> None:
-        if not seconds:
-            which = f"{job.label}, {number} of {len(jobs)}"
-            options.tell(f"tuning kernels for {which}")
-
-    with InFlight(store, options.limits, program.name) as in_flight:
-        build_all(jobs, learn, in_flight, threads=threads, tell=tell, is_late=is_late)
-    return built
 
 
 def first_of_kernels(
     jobs: Iterable[Job], tuned: Collection[Hashable] = ()
 ) -> list[Job]:
-    """Returns the first job of each `Job.kernels`, in the order to tune them.
+    """Returns the first job with each set of kernels alone, in the order to tune them.
 
-    Jobs with keys in `tuned` are left out. The largest come first, so that devices end
-    at the same time. Of equally large jobs, those with replaced ops come first: jobs
-    without share their other kernels.
+    Sets in `tuned` are left out. Jobs with replaced kernels come first: their other
+    kernels are part of the same job without replaced ones.
     """
     found: dict[Hashable, Job] = {}
     for job in jobs:
-        if job.kernels is not None and job.kernels not in tuned:
+        if len(job.kernels) == 1 and job.kernels not in tuned:
             found.setdefault(job.kernels, job)
-
-    def rank(job: Job) -> tuple[int, bool]:
-        return -len(job.part.ops), not job.constraints.replaced
-
-    return sorted(found.values(), key=rank)
+    return sorted(found.values(), key=lambda job: not job.constraints.replaced)
 
 
 def run_jobs(
@@ -247,10 +187,14 @@ def build_all(
     threads: int,
     tell: Callable[[AnyTask, int, int, float], object],
     is_late: Callable[[], bool] = lambda: False,
+    tuning: Sequence[str] = (),
+    tuners: int = 1,
 ) -> dict[str, Outcome]:
     """Builds jobs side by side; one at a time if one may have killed a process.
 
     Args:
+      tuning: keys of jobs that tune their kernels, in order. They begin first, `tuners`
+        at a time, and jobs that contain their kernels wait for them.
       tell: called when a job is awaited, and every few seconds during the wait, with
         the job, its number, the number of unfinished builds, and the seconds so far.
       is_late: called before each build; after True there is no outcome.
@@ -259,16 +203,25 @@ def build_all(
       ``{key: outcome}``.
     """
 
-    def built(job: AnyTask) -> Outcome | None:
+    def built(job: AnyTask, needed: Sequence[Future[Any]]) -> Outcome | None:
+        wait(needed)
         if is_late():
             return None
         with in_flight.doing(job.key, job.label, "build"):
             return build(job)
 
     found: dict[str, Outcome] = {}
+    places = {key: place for place, key in enumerate(tuning)}
+    jobs = sorted(jobs, key=lambda job: places.get(job.key.digest, len(places)))
     threads = in_flight.at_once([job.key.digest for job in jobs], threads)
-    with CompilePool(threads) as pool:
-        builds = [pool.start(job.label, partial(built, job)) for job in jobs]
+    with CompilePool(threads) as pool, CompilePool(tuners) as ahead:
+        builds, tuned = list[Future[Any]](), dict[Hashable, Future[Any]]()
+        for job in jobs:
+            needed = [tuned[one] for one in job.kernels if one in tuned]
+            tunes = job.key.digest in places
+            own = ahead if tunes and threads > 1 else pool
+            builds.append(own.start(job.label, partial(built, job, needed)))
+            tuned |= dict.fromkeys(job.kernels, builds[-1]) if tunes else {}
 
         def say(job: AnyTask, number: int, seconds: float) -> None:
             tell(job, number, sum(not one.done() for one in builds), seconds)
@@ -332,12 +285,14 @@ class _Run:
                 waiting = self._unknown(waiting)
                 batch, waiting = waiting[:size], waiting[size:]
                 built = build_all(
-                    sorted(batch, key=lambda job: job.is_last),
+                    batch,
                     build,
                     self.in_flight,
                     threads=self.place.threads,
                     tell=say,
                     is_late=self.is_late,
+                    tuning=self.place.tuning,
+                    tuners=self.place.tuners,
                 )
                 for job in batch:
                     if self.is_late():

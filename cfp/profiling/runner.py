@@ -18,9 +18,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from cfp.errors import CfpError
@@ -33,7 +35,7 @@ from cfp.profiling.builder import (
     is_out_of_memory,
     reason_of,
 )
-from cfp.profiling.coordination import leading
+from cfp.profiling.coordination import is_shared, leading
 from cfp.profiling.inputs import (
     InputKind,
     generator,
@@ -260,11 +262,15 @@ class Place:
     Attributes:
       build: builds a job, called in a thread; returns the record of a failure.
       run: times a job's built program.
+      tuning: keys of jobs whose build has the compiler tune kernels, in order.
+      tuners: largest number of these builds at once.
     """
 
     mesh: Mesh
     build: Callable[[Any], Built | ProfileRecord]
     run: Callable[[Any, Built], ProfileRecord]
+    tuning: Sequence[str] = ()
+    tuners: int = 1
 
     @property
     def threads(self) -> int:
@@ -282,17 +288,30 @@ def place_of_parts(
     environment: BuildEnvironment,
     *,
     timing: TimingOptions | None = None,
-    built: dict[str, Built] | None = None,
+    first: Sequence[Job] = (),
 ) -> Place:
     """Makes a `Place` whose functions build and time parts of a program on a mesh.
 
     Args:
-      built: ``{key: program}`` built for this mesh before; used ones are removed.
+      first: jobs that tune kernels, on platforms whose compiler does.
     """
-    ready = built or {}
+    platform = mesh.devices.flat[0].platform
+    tuning = [job.key.digest for job in first if environment.options(platform)]
+    tuners = 1 if is_shared(mesh) else min(mesh.devices.size, default_threads(platform))
+    orders = SimpleQueue[Mesh]()
+    for count in range(tuners):  # Each has another device first.
+        devices = np.roll(mesh.devices.flatten(), -count).reshape(mesh.devices.shape)
+        orders.put(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))
 
     def build_job(job: Job) -> Built | ProfileRecord:
-        outcome = ready.pop(job.key.digest, None)
+        outcome = None
+        if job.key.digest in tuning:
+            order = orders.get()
+            try:
+                outcome = build(program, order, job, environment)
+            finally:
+                orders.put(order)
+            outcome = outcome if order == mesh else None
         outcome = outcome or build(program, mesh, job, environment)
         if isinstance(outcome, Built):
             compile_generators(program, mesh, job)
@@ -301,7 +320,7 @@ def place_of_parts(
     def run_job(job: Job, built: Built) -> ProfileRecord:
         return run(built, job, program, mesh, timing=timing)
 
-    return Place(mesh=mesh, build=build_job, run=run_job)
+    return Place(mesh=mesh, build=build_job, run=run_job, tuning=tuning, tuners=tuners)
 
 
 def timing_on(mesh: Mesh, **limits: Any) -> TimingOptions:

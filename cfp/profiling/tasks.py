@@ -18,7 +18,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import chain
@@ -40,14 +40,14 @@ class Task:
       key: key of its record; tasks with equal keys are the same.
       label: text for progress, such as "segment 1: 3 of 24".
       expected_ms: expected time of one execution; 0 if unknown.
-      is_last: True builds it after others with the same kernels, so that the compiler
-        tunes these once.
+      kernels: keys of kernels that the compiler has to tune. The first task with one
+        key alone tunes it, and others wait for that.
     """
 
     key: ProfileKey
     label: str
     expected_ms: float = 0.0
-    is_last: bool = False
+    kernels: tuple[Hashable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

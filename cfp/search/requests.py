@@ -537,7 +537,7 @@ class RequestBuilder:
         alone = replace(alone, label=label)
         picks = {index: candidate, near: neighbour}
         pair = part_job(analysis, picks, self.environment, f"{label}, in context")
-        pair = replace(pair, is_last=True)
+        pair = replace(pair, kernels=(*job.kernels, *alone.kernels))
         return MeasurementRequest(
             kind, candidate, (job, alone, pair), (near, neighbour), reshard_ms
         )
@@ -565,9 +565,8 @@ class RequestBuilder:
         def alone(index: int, candidate: SegmentChoice) -> Job:
             job = part_job(analysis, {index: candidate}, environment, "")
             # Storage modes change few kernels, so they are not in the key.
-            return replace(
-                job, kernels=(index, candidate.strategies, candidate.kernels)
-            )
+            kernels = (index, candidate.strategies, candidate.kernels)
+            return replace(job, kernels=(kernels,))
 
         return cache(alone)
 
@@ -594,8 +593,7 @@ def rematerialize(
     near, neighbour = base.neighbour
     picks = {index: candidate, near: neighbour}
     together = part_job(analysis, picks, environment, f"{label}, in context")
-    # Built last: kernels that it shares with the other jobs are then tuned already.
-    together = replace(together, is_last=True)
+    together = replace(together, kernels=base.jobs[2].kernels)
     jobs = (*base.jobs[:2], together)
     return replace(base, candidate=candidate, jobs=jobs, base=base)
 

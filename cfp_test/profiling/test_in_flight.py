@@ -157,7 +157,7 @@ def task(name):
     return Task(key=key, label=f"task {name}")
 
 class Here:
-    threads = 1
+    threads, tuning, tuners = 1, (), 1
 
     def build(self, task):
         return Built(key=task.key, compiled=compiled)

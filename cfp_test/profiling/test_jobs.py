@@ -2,14 +2,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from cfp.profiling import builder, jobs
+from cfp.profiling import jobs
 from cfp.profiling.builder import Built
 from cfp.profiling.record import ProfileKey, ProfileRecord
 from cfp.profiling.tasks import MeasureOptions, Progress, Task
@@ -31,6 +31,8 @@ class AnyPlace:
     """A place of work."""
 
     threads: int
+    tuning: tuple[str, ...] = ()
+    tuners: int = 1
 
     def build(self, job: Work) -> Built | ProfileRecord:
         return job.build()
@@ -338,23 +340,6 @@ def test_what_could_not_be_built_opens_no_links(shop, store):
     how = {"open_links": lambda *_: opened.append(1)}
     summary = run_tasks(shop.tasks("ab"), store, threads=2, **how)
     assert not opened and summary.measured == 1
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_what_shares_kernels_is_built_last_and_run_in_its_turn(
-    shop, store, threads, monkeypatch
-):
-    begun, start = [], builder.CompilePool.start
-
-    def note(pool, label, compiled):
-        begun.append(label)
-        return start(pool, label, compiled)
-
-    monkeypatch.setattr(builder.CompilePool, "start", note)
-    first, *others = shop.tasks("abcd")
-    run_tasks([replace(first, is_last=True), *others], store, threads=threads)
-    assert begun.index("task a") == (3 if threads > 1 else 0)
-    assert shop.ran == [*"abcd"]
 
 
 @pytest.mark.parametrize(

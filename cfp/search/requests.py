@@ -493,10 +493,11 @@ class RequestBuilder:
             others=others,
             per_kind=per_kind,
         )
+        shares = self._shares
         return [
             self.make(kind, candidate, number)
-            for kind, candidates in enumerate(chosen)
-            for number, candidate in enumerate(candidates, 1)
+            for kind in sorted(range(len(shares)), key=lambda kind: -shares[kind])
+            for number, candidate in enumerate(chosen[kind], 1)
         ]
 
     def make(
@@ -515,7 +516,9 @@ class RequestBuilder:
         beside = [i for i in (index + 1, index - 1) if 0 <= i < len(segments)]
         if not beside or not self.in_context or self._shares[kind] < SMALL_SHARE:
             return MeasurementRequest(kind, candidate, (job,))
-        near = min(beside, key=lambda i: segments[i].kind != kind)
+        # Of layers A B A B, one program measures each kind beside the other.
+        shares = [self._shares[segment.kind] for segment in segments]
+        near = min(beside, key=lambda i: (segments[i].kind != kind, -shares[i], i))
         other = segments[near].kind
         # A neighbour of the same kind has the same choice. Beside a preset's part, it
         # has that preset's part; otherwise the preset part with the least resharding.

@@ -11,6 +11,7 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.presets import presets
 from cfp.cost.costs import Costs
 from cfp.cost.memory import can_rematerialize
+from cfp.models import build as build_model
 from cfp.profiling.builder import Built, build
 from cfp.profiling.collectives import Rates
 from cfp.profiling.record import ProfileRecord
@@ -18,7 +19,9 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.choices import estimate_kinds
 from cfp.search.requests import RequestBuilder, rematerialize, whole_job
+from cfp_test.models.tiny import TINY
 from cfp_test.program.stacks import stack_step
+from cfp_test.search.made_up import estimated
 
 MS = {"alone": 10.0, "neighbour": 9.0, "pair": 17.0}
 BYTES = {"alone": 400, "neighbour": 300, "pair": 700}
@@ -44,11 +47,11 @@ def made(mesh, analysis):
     maker = RequestBuilder(costs, presets(analysis.frame), estimates, ())
     for base in maker.first(1, 0):
         index = analysis.representatives[base.kind]
-        if base.neighbour and can_rematerialize(
+        if len({job.key for job in base.jobs}) == 3 and can_rematerialize(
             analysis.frame, analysis.segments[index]
         ):
             return base, rematerialize(analysis, (), base, "again", {})
-    raise AssertionError("no segment has a neighbour")
+    raise AssertionError("no segment has a neighbour of another kind")
 
 
 def records_of(base, again, pair_again):
@@ -195,3 +198,31 @@ def test_a_segment_beside_a_neighbour_is_corrected_by_the_same_price(analysis, m
         costs = Costs(analysis, Rates.default(mesh))
         found = costs.reshardings_ms(left, right, [both[left]], [both[right]])[0][0]
         assert found == pytest.approx(item.reshard_ms)
+
+
+def test_layers_in_turn_are_measured_in_one_pair_of_both_kinds():
+    """A B A B: the pair of A and B under a preset serves both; kinds go by share."""
+    step, args = build_model("moe", **TINY["moe"])
+    analysis, estimates = estimated(step, args, (("x", 2),), donate_argnums=0)
+    costs = Costs(analysis, Rates.default((("x", 2),)))
+    known = presets(analysis.frame)
+    maker = RequestBuilder(costs, {"one": known["fully_sharded"]}, estimates, ())
+    items = maker.first(1, 0)
+    kinds = [item.kind for item in items]
+    assert kinds == sorted(kinds, key=lambda kind: -maker._shares[kind])
+    layers = [kind for kind in set(kinds) if segments_of(analysis, kind) > 1]
+    mine = [item for item in items if item.kind in layers]
+    assert len(layers) == 2 and len(mine) == 2
+    assert len({item.jobs[2].key.digest for item in mine}) == 1
+    assert {mine[0].jobs[0].key, mine[0].jobs[1].key} == {
+        mine[1].jobs[1].key,
+        mine[1].jobs[0].key,
+    }
+    assert mine[0].jobs[2].kernels == (
+        *mine[0].jobs[0].kernels,
+        *mine[0].jobs[1].kernels,
+    )
+
+
+def segments_of(analysis, kind):
+    return sum(segment.kind == kind for segment in analysis.segments)

@@ -409,11 +409,7 @@ def nudge(x: jax.Array, seed: int = 0) -> jax.Array:
 def feed_back(args: list[Any], result: Any, feedback: Mapping[int, int | None]) -> None:
     """Replaces state arguments by a step's results, in place; see `Check.feedback`."""
     for position, place in feedback.items():
-        args[position] = _part(result, place)
-
-
-def _part(result: Any, place: int | None) -> Any:
-    return result if place is None else result[place]
+        args[position] = result if place is None else result[place]
 
 
 # ---------------------------------------------------------------------- the reference
@@ -478,7 +474,12 @@ def both_sides(
         started = pool.start("the step under the plan, to be checked", lowered.compile)
         for name, reference in _references(plan, step, mesh):
             tell(f"compiling the reference of the check: {reference_text(name)}")
-            found = _unless_too_large(reference)
+            try:
+                found = reference.compile()
+            except jax.errors.JaxRuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                found = None
             need = needed_bytes(started.result(), found) if found else None
             if agree(need is not None and need <= (limit or need)):
                 assert found is not None
@@ -529,16 +530,6 @@ def _references(
         inside = constraints_of(analysis, known[name], everything)
         where = step, mesh, program.fingerprint
         yield name, load_or_lower(*where, ins, outs, inside, wide=True)
-
-
-def _unless_too_large(lowered: LoweredStep) -> CompiledStep | None:
-    """Compiles a step; None if the compiler runs out of memory."""
-    try:
-        return lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
 
 
 def needed_bytes(planned: CompiledStep, reference: CompiledStep) -> int:

@@ -164,25 +164,22 @@ def run_trial(
             feed_back(args, result, feedback)
             del result
             results.append(StepResult(time_ms=time_ms, metrics=metrics))
-        made = Trial(
-            steps=tuple(results), checked=check, state=state, drawn=target.draws
-        )
-        if checking is None:
-            return made
         # The check has its own arguments. It comes last, since its transfers would
         # slow down timed steps.
         args.clear()
-        for number, one in enumerate(results):
-            at = f"checking step {number + 1} of {steps}"
-            found = checking.step(lambda what, at=at: tell(f"{at}: {what}"))
-            results[number] = replace(one, comparison=found)
-    return replace(
-        made,
-        steps=tuple(results),
-        tolerance=checking.tolerance,
-        preset=checking.reference.preset,
-        narrow=bool(checking.planned.narrow),
-    )
+        about = dict[str, Any]()
+        if checking is not None:
+            for number, one in enumerate(results):
+                at = f"checking step {number + 1} of {steps}"
+                found = checking.step(lambda what, at=at: tell(f"{at}: {what}"))
+                results[number] = replace(one, comparison=found)
+            about = {
+                "tolerance": checking.tolerance,
+                "preset": checking.reference.preset,
+            }
+            about["narrow"] = bool(checking.planned.narrow)
+    about |= {"checked": check, "state": state, "drawn": target.draws}
+    return Trial(steps=tuple(results), **about)
 
 
 @contextmanager

@@ -132,15 +132,15 @@ def _job_under(plan: Plan, job: Job, frame: Frame, mesh: Mesh) -> Job:
     Raises:
         PlanMismatch: a kernel of the plan cannot compute its part.
     """
-    argument = {value: i for i, value in enumerate(frame.program.args)}
-    output = {value: i for i, value in enumerate(frame.program.outputs)}
+    argument = dict(zip(frame.program.args, plan.arg_specs, strict=True))
+    output = dict(zip(frame.program.outputs, plan.output_specs, strict=True))
     digest = hashlib.sha256(plan.as_in_file().to_json().encode()).hexdigest()
     return replace(
         job,
         key=ProfileKey((*job.key.parts, ("plan", digest))),
         constraints=resolved(frame.program, mesh, plan.constraints),
-        in_specs=tuple(plan.arg_specs[argument[v]] for v in job.part.inputs),
-        out_specs=tuple(plan.output_specs[output[v]] for v in job.part.outputs),
+        in_specs=tuple(argument[v] for v in job.part.inputs),
+        out_specs=tuple(output[v] for v in job.part.outputs),
         choice="",  # Unknown, so that no other program shares this one's records.
     )
 

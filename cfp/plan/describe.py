@@ -206,22 +206,6 @@ def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
                 yield text
 
 
-def undonated_arguments(layout: Layout) -> dict[int, int]:
-    """Maps positions of undonated state arguments to their bytes on each device.
-
-    State is an argument that the step returns, updated or unchanged. Without donation,
-    it is twice in memory.
-    """
-    frame = layout.frame
-    program = frame.program
-    return {
-        p: program.values[program.args[p]].size_bytes
-        // spec_ways(layout.arg_spec(p), frame.mesh)
-        for p in sorted(frame.group_of_arg)
-        if frame.paired[p] is not None and program.alias[p] is None
-    }
-
-
 def describe_uncounted(program: Program) -> tuple[str, ...]:
     """Lists loops of unknown length, and branches: ``case at model.py:12``.
 
@@ -581,7 +565,14 @@ def compose_plan(
     search: dict[str, Any] = dict(outcome.counts)
     search |= {name: n for name, n in program.rewritten.counts.items() if n}
     search |= model_work(frame, data_arguments(frame))
-    if undonated := undonated_arguments(layout):
+    # State that is twice in memory, since it is returned and not donated.
+    undonated = {
+        p: program.values[program.args[p]].size_bytes
+        // spec_ways(layout.arg_spec(p), frame.mesh)
+        for p in sorted(frame.group_of_arg)
+        if frame.paired[p] is not None and program.alias[p] is None
+    }
+    if undonated:
         search["undonated_bytes"] = sum(undonated.values())
     estimated = isinstance(mesh, DescribedMesh) or "strategies_estimated" in search
     size = prediction_of(analysis, problem, winner.choice).peak_bytes

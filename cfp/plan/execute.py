@@ -530,9 +530,8 @@ def export_planned(
         PlanMismatch: the step's program differs from the planned one, or has host
             callbacks, which a file cannot hold.
     """
-    ins, outs = _shardings(step, mesh, arg_specs, output_specs)
-    lowering, program = _lowered(step, mesh, ins, outs, fingerprint, planned)
-    _constrain(lowering, program, mesh, constraints)
+    like = step, mesh, fingerprint, arg_specs, output_specs, constraints, planned
+    lowering = _constrained(*like)[0]
     if lowering.calls_host or _BY_CALLBACK in lowering.text:
         raise PlanMismatch(
             "The step calls Python functions of this process, which an exported file "
@@ -614,8 +613,8 @@ def load_or_lower(
     Raises:
         PlanMismatch: the step's program differs from the planned one.
     """
-    ins, outs = _shardings(step, mesh, arg_specs, output_specs)
-    lowering, program = _lowered(step, mesh, ins, outs, fingerprint, planned)
+    like = step, mesh, fingerprint, arg_specs, output_specs, constraints, planned
+    lowering, program, ins, outs = _constrained(*like)
     plain = not wide and not lowering.calls_host
     if not (
         plain
@@ -623,7 +622,6 @@ def load_or_lower(
         and raced.does(step, program, ins, outs, constraints, options or {})
     ):
         raced = None
-    _constrain(lowering, program, mesh, constraints)
     narrow: tuple[str, ...] = ()
     again: Callable[[], LoweredStep] | None = None
     double = is_same = False
@@ -704,28 +702,25 @@ def _shardings(
     )
 
 
-def _lowered(
+def _constrained(
     step: FlatStep,
     mesh: Mesh,
-    ins: _Shardings,
-    outs: _Shardings,
     fingerprint: str | None,
+    arg_specs: Sequence[Spec],
+    output_specs: Sequence[Spec],
+    constraints: Constraints,
     planned: tuple[Outline | None, Mapping[str, str]],
-) -> tuple[Lowering, Program]:
-    """Lowers a step, and checks its fingerprint; returns it with our program."""
+) -> tuple[Lowering, Program, _Shardings, _Shardings]:
+    """Lowers a step, and inserts constraints and replacements of ops.
+
+    Returns the lowering, the step's program, and shardings of arguments and results.
+    """
+    ins, outs = _shardings(step, mesh, arg_specs, output_specs)
     lowering = lower_step(step, ins, list(outs))
     program = read_lowering(step, lowering)
     if fingerprint is not None and program.fingerprint != fingerprint:
-        outline, environment_of_plan = planned
         here = dict(environment_parts([*mesh.devices.flat]))
-        raise other_program(program, outline, environment_of_plan, here)
-    return lowering, program
-
-
-def _constrain(
-    lowering: Lowering, program: Program, mesh: Mesh, constraints: Constraints
-) -> None:
-    """Inserts sharding constraints and replacements of ops into the module."""
+        raise other_program(program, *planned, here)
     constraints = resolved(program, mesh, constraints)
     if (found := misfit(program, mesh, constraints)) is not None:
         raise PlanMismatch(
@@ -735,6 +730,7 @@ def _constrain(
     constrain(lowering.module, program, mesh, constraints)
     if constraints.replaced:
         erase_unread(lowering.module)
+    return lowering, program, ins, outs
 
 
 def _executables(mesh: Mesh, environment: BuildEnvironment) -> Executables | None:

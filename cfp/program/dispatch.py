@@ -264,8 +264,19 @@ class Dispatch:
                 raise self._gone(i)
             if leaf.sharding == self._shardings[i]:
                 return leaf
-        step = self._step
-        return _put(leaf, self._shardings[i], step.avals[i], step.arg_names[i])
+        name, aval = self._step.arg_names[i], self._step.avals[i]
+        found = abstract(leaf, name)
+        if (found.shape, found.dtype) != (aval.shape, aval.dtype):
+            planned, got = (f"{x.dtype}{[*x.shape]}" for x in (aval, found))
+            raise PlanMismatch(
+                f"The plan is for {name} of type {planned}, got {got}. Pass what was "
+                "planned for, or plan again."
+            )
+        if isinstance(leaf, np.ndarray) and self._shardings[i].is_fully_addressable:
+            leaf = np.asarray(leaf, aval.dtype)
+        elif not isinstance(leaf, jax.Array):
+            leaf = jnp.asarray(leaf, aval.dtype)
+        return put(leaf, self._shardings[i])
 
     def _gone(self, i: int) -> PlanMismatch:
         return PlanMismatch(
@@ -299,20 +310,3 @@ class Dispatch:
                 taken.add(j)
                 foreign.discard(i)
         return memory._replace(order=order, foreign=frozenset(foreign)), strange
-
-
-def _put(
-    leaf: Any, sharding: NamedSharding, aval: jax.ShapeDtypeStruct, name: str
-) -> jax.Array:
-    found = abstract(leaf, name)
-    if (found.shape, found.dtype) != (aval.shape, aval.dtype):
-        planned, got = (f"{x.dtype}{[*x.shape]}" for x in (aval, found))
-        raise PlanMismatch(
-            f"The plan is for {name} of type {planned}, got {got}. Pass what was "
-            "planned for, or plan again."
-        )
-    if isinstance(leaf, np.ndarray) and sharding.is_fully_addressable:
-        leaf = np.asarray(leaf, aval.dtype)
-    elif not isinstance(leaf, jax.Array):
-        leaf = jnp.asarray(leaf, aval.dtype)
-    return put(leaf, sharding)

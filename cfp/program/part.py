@@ -192,8 +192,10 @@ def lower_part(
         if inside.replaced:
             erase_unread(module)
         for op in shardy.every_op(module):
-            if shardy.calls_host(op):
-                _silence(op)
+            if shardy.calls_host(op):  # Parts do not have the user's functions.
+                with ir.InsertionPoint(op):
+                    zeros = [shardy.zeros(result.type) for result in op.results]
+                shardy.forward(op, zeros)
             elif shardy.moves_to_memory(op) and not part.is_whole(program):
                 # Inputs and outputs of a part are in device memory.
                 shardy.forward(op, [op.operands[0]])
@@ -267,13 +269,6 @@ def cut_out(
         made = [values[v] for v in part.outputs]
         shardy.fill(module, source, given, [ops[i] for i in part.ops], made)
     return lowered
-
-
-def _silence(call: ir.Operation) -> None:
-    """Replaces a host callback by zeros: parts do not have the user's functions."""
-    with ir.InsertionPoint(call):
-        zeros = [shardy.zeros(result.type) for result in call.results]
-    shardy.forward(call, zeros)
 
 
 Avals = tuple[jax.ShapeDtypeStruct, ...]

@@ -287,7 +287,14 @@ def _lower(
         return inside(context, *values)
     results = [mlir.aval_to_ir_type(context.module_context, a) for a in call.out_avals]
     operands = [value.type for value in values]
-    rule = _own_rule(mesh, sharding_rule, static_args, operands, results)
+    rule: Any = sharding_rule
+    if callable(rule):
+        rule = rule(*static_args, mesh, operands, results)
+        rule, settings = rule if isinstance(rule, list | tuple) else (rule, {})
+        if isinstance(rule, str):
+            rule = jax_rules.str_to_sdy_sharding_rule(rule, **settings)
+    if rule is not None:
+        rule = rule_of(jax_rules.sdy_sharding_rule_to_mlir(rule, operands, results))
     platforms = tuple(context.module_context.platforms)
     bound = partial(partition, *static_args)
     new = PartitionedCall(call, bound, in_tree, out_tree, platforms)
@@ -308,24 +315,6 @@ def _lower(
     )
     made.attributes[shardy.RULE] = ir.Attribute.parse(found.rule)
     return list(made.results)
-
-
-def _own_rule(
-    mesh: Mesh | AbstractMesh,
-    rule: Any,
-    static_args: tuple[Any, ...],
-    operands: list[ir.Type],
-    results: list[ir.Type],
-) -> Rule | None:
-    """Returns the rule of an op's ``sharding_rule``; None without one."""
-    if callable(rule):
-        rule = rule(*static_args, mesh, operands, results)
-        rule, settings = rule if isinstance(rule, list | tuple) else (rule, {})
-        if isinstance(rule, str):
-            rule = jax_rules.str_to_sdy_sharding_rule(rule, **settings)
-    if rule is None:
-        return None
-    return rule_of(jax_rules.sdy_sharding_rule_to_mlir(rule, operands, results))
 
 
 def _described(

@@ -193,7 +193,8 @@ class _Reader:
         yields: list[int] = []
         entries: list[int] = []
         body_start = len(self.ops)
-        trips = _trip_count(op)
+        counter = shardy.counter_of(op) if op.name == "stablehlo.while" else None
+        trips = counter and max(0, counter[1].stop - counter[1].start)
         if op.name in shardy.REGION_OPS:
             times = repeat * (1 if trips is None else trips)
             for number, region in enumerate(op.regions):
@@ -274,17 +275,15 @@ class _Reader:
         if op.name == "stablehlo.optimization_barrier":
             return passthrough_rule(shapes[: len(operands)])
         if op.name == SCAN and len(operands) == len(results) == 2:
-            return scan_rule(op, shapes[0])
+            # An array and a sum before it make sums and the last one.
+            dim = ir.IntegerAttr(op.attributes["dimension"]).value
+            dims = tuple((d,) for d in range(len(shapes[0])))
+            pair = dims, dims[:dim] + dims[dim + 1 :]
+            return Rule(shapes[0], pair, pair, fixed=frozenset({dim}))
         is_elementwise = op.name.startswith("chlo.") and len(set(shapes)) == 1
         if is_elementwise and op.name != "chlo.top_k":
             return elementwise_rule(shapes[0], len(operands), len(results))
         return None
-
-
-def _trip_count(op: ir.Operation) -> int | None:
-    """Returns a loop's number of iterations; None if unknown, and for other ops."""
-    counter = shardy.counter_of(op) if op.name == "stablehlo.while" else None
-    return None if counter is None else max(0, counter[1].stop - counter[1].start)
 
 
 def _manual_shardings(op: ir.Operation) -> tuple[Spec, ...]:
@@ -398,20 +397,6 @@ SCAN = "chlo.scan"
 # From jax 0.12 on ``jax.numpy.cumsum`` is ``chlo.scan`` on GPUs, for which
 # ``sdy-populate-op-sharding-rules`` has no rule. XLA shards it along all dims except
 # the scanned one.
-def scan_rule(op: ir.Operation, shape: tuple[int, ...]) -> Rule:
-    """Returns the rule of a scan of one array, with the scanned dim fixed.
-
-    Args:
-        op: the scan. Operands are an array and its initial sum; results are the array
-            of sums and the last sum.
-        shape: shape of the array.
-    """
-    dim = ir.IntegerAttr(op.attributes["dimension"]).value
-    dims = tuple((d,) for d in range(len(shape)))
-    pair = dims, dims[:dim] + dims[dim + 1 :]
-    return Rule(shape, pair, pair, fixed=frozenset({dim}))
-
-
 # Text of a scalar's conversion.
 _OF_WEAK_TYPES = re.compile(r"\bconvert \w+\[\] -> ")
 
@@ -456,9 +441,13 @@ def _described(program: Program) -> Iterator[tuple[str, int]]:
     places = {value: i for i, value in enumerate(program.args)}
     for op in program.ops:
         reads = [_origin(program, op, v, places) for v in op.reads]
+        taken, made = (
+            " ".join(str(program.values[v]) for v in some)
+            for some in (op.operands, op.results)
+        )
         attributes = zlib.crc32(op.structure.encode())
         yield (
-            f"{_op_text(program, op)} #{attributes:08x}",
+            f"{op.kind} {taken} -> {made} #{attributes:08x}",
             zlib.crc32(repr(reads).encode()) & 0xFF,
         )
 
@@ -468,13 +457,6 @@ def _origin(program: Program, op: Op, value: int, places: Mapping[int, int]) -> 
     if (maker := program.maker(value)) is not None:
         return op.id - maker.id, value - maker.results[0]
     return "argument", places.get(value, -1)
-
-
-def _op_text(program: Program, op: Op) -> str:
-    """Returns ``dot_general f32[8,4] f32[4,2] -> f32[8,2]``, for example."""
-    reads = " ".join(str(program.values[v]) for v in op.operands)
-    made = " ".join(str(program.values[v]) for v in op.results)
-    return f"{op.kind} {reads} -> {made}"
 
 
 def first_difference(program: Program, planned: Outline) -> str:

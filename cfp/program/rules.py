@@ -235,9 +235,14 @@ def correct_rule(
         # Several tensors, the indices, and an update for each tensor.
         return _scatter_rule(rule, op, shapes[len(shapes) // 2])
     if op.name == "stablehlo.dynamic_update_slice":
-        return _update_rule(rule, *shapes[:2])
+        # XLA would lose writes to dims that an update writes in part.
+        dims = zip(rule.operands[0], *shapes[:2], strict=True)
+        part = frozenset(f for dim, size, new in dims if new < size for f in dim)
+        return rule.whole_along(part) if part else rule
     if op.name == "stablehlo.dot_general":
-        return _product_rule(rule)
+        # Products that sum over several dims, such as a weight's gradient, are held.
+        summed = sum(rule.sizes[factor] > 1 for factor in rule.reduction)
+        return replace(rule, held=True) if summed > 1 else rule
     if op.name == "stablehlo.fft":
         return _transform_rule(rule)
     if op.name == "stablehlo.select_and_scatter":
@@ -280,19 +285,6 @@ def _transform_rule(rule: Rule) -> Rule:
         return rule
     # Fixed, not gathered: elementwise work between two transforms is less than gathers.
     return replace(rule, fixed=_factors(rule), reduction=frozenset())
-
-
-def _update_rule(rule: Rule, whole: tuple[int, ...], piece: tuple[int, ...]) -> Rule:
-    """Makes dims that an update writes in part `gathered`: XLA would lose writes."""
-    dims = zip(rule.operands[0], whole, piece, strict=True)
-    part = frozenset(f for dim, size, written in dims if written < size for f in dim)
-    return rule.whole_along(part) if part else rule
-
-
-def _product_rule(rule: Rule) -> Rule:
-    """Makes products that sum over several dims (a weight's gradient) `held`."""
-    summed = sum(rule.sizes[factor] > 1 for factor in rule.reduction)
-    return replace(rule, held=True) if summed > 1 else rule
 
 
 def _reduce_rule(rule: Rule, op: ir.Operation) -> Rule:

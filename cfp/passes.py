@@ -35,7 +35,7 @@ from cfp.analysis.presets import (
     presets,
 )
 from cfp.context import PlanContext, PlannerSettings, open_context
-from cfp.cost.costs import Costs, SegmentEstimate
+from cfp.cost.costs import Costs
 from cfp.cost.described import DescribedMesh, slice_of
 from cfp.errors import OptionError, known_names
 from cfp.printable import mesh_text, parse_bytes
@@ -241,14 +241,18 @@ def _measured(
     settings, defaults = context.settings, context.defaults
     estimates, every = estimate_among(analysis, rates, settings.dimensions)
     costs = Costs(analysis, rates, Dimension.REMAT in settings.dimensions)
+    needs = {name: costs.least_peak_bytes(one) for name, one in every.items()}
     if memory := context.memory:
-        least = costs.least_peak_bytes
-        able = {n: c for n, c in every.items() if least(c) <= memory.budget_bytes}
+        able = {n: c for n, c in every.items() if needs[n] <= memory.budget_bytes}
         every = able or every
     # If memory is short, leaner presets are measured though they are slow. If a
     # strategy fails, or nothing fits once compiled, all presets are.
     near = leading_presets(analysis, estimates, every, defaults.estimate_reach)
-    leaner = _with_leaner(analysis, estimates, costs, every, near)
+    leaner, least = dict(near), min((needs[name] for name in near), default=0)
+    times_ms = preset_times(analysis, estimates, every)
+    for name in sorted(every, key=times_ms.__getitem__):
+        if name not in near and needs[name] < least:
+            least, leaner[name] = needs[name], every[name]
     # True if the estimated fastest segments of presets exceed the memory.
     tight = estimate_options(
         estimates,
@@ -286,24 +290,6 @@ def _measured(
             break
         found = more
     return replace(found, has_all_presets=found.presets == every)
-
-
-def _with_leaner(
-    analysis: Analysis,
-    estimates: Sequence[SegmentEstimate],
-    costs: Costs,
-    presets: Mapping[str, Choice],
-    near: Mapping[str, Choice],
-) -> dict[str, Choice]:
-    """Returns `near`, and other presets that need less memory than all faster ones."""
-    times_ms = preset_times(analysis, estimates, presets)
-    needs = {name: costs.least_peak_bytes(one) for name, one in presets.items()}
-    least = min((needs[name] for name in near), default=0)
-    found = dict(near)
-    for name in sorted(presets, key=times_ms.__getitem__):
-        if name not in near and needs[name] < least:
-            least, found[name] = needs[name], presets[name]
-    return found
 
 
 def measured_rates(context: PlanContext) -> Rates:
@@ -401,34 +387,23 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         *named_candidates(named, context.defaults.levels),
         *(Candidate(f"planned {n}", choice) for n, choice in enumerate(others, 2)),
     ]
+    every, most = presets(analysis.frame), inf
+    if context.memory is not None:
+        most = context.memory.budget_bytes
+    unraced = {
+        name: TOO_LARGE if costs.least_peak_bytes(every[name]) > most else UNMEASURED
+        for name in every
+        if name in PRESETS and name not in named
+    }
     return Solution(
         _predicted(analysis, problem, candidates),
-        unraced=_unraced(context, analysis, profiles, named),
+        unraced=unraced,
         problem=problem,
         counts={**profiles.counts, "search_seconds": time.perf_counter() - started},
         rates=costs.rates,
         named=plain,
         profiles=profiles,
     )
-
-
-def _unraced(
-    context: PlanContext,
-    analysis: Analysis,
-    profiles: Profiles,
-    named: Collection[str],
-) -> dict[str, str]:
-    """Returns {preset that does not race: why}: slow by estimate, or cannot fit."""
-    every, most = presets(analysis.frame), inf
-    if context.memory is not None:
-        most = context.memory.budget_bytes
-
-    def why_not(name: str) -> str:
-        needed = profiles.costs.least_peak_bytes(every[name])
-        return TOO_LARGE if needed > most else UNMEASURED
-
-    absent = (name for name in every if name in PRESETS and name not in named)
-    return {name: why_not(name) for name in absent}
 
 
 def search_further(

@@ -90,14 +90,21 @@ def complete_plan(
         CfpError: no candidate runs.
     """
     analysis, defaults, winner = analyzed.analysis, context.defaults, outcome.winner
+    reserve = context.memory.reserve_bytes if context.memory else 0
     if winner is None:
-        raise _nothing_fits(context, outcome, analysis)
+        error = no_winner(analysis, outcome.results, context.budget_bytes, reserve)
+        if isinstance(error, MemoryBudgetError) and context.is_over:
+            error = error.with_line(
+                "Planning ran out of time before it compiled all smaller candidates. "
+                "Give it more (--time-budget, cfp.PlannerSettings(seconds=...))."
+            )
+        raise error
     kept = BuildEnvironment.beside(context.store.path)
     environment = dict(context.environment)
     made = compose_plan(analysis, context.mesh, environment, outcome, kept)
     made = made.bound_to(analyzed.step, analyzed.lowering.out_tree)
     search = {**made.search}
-    if reserve := context.memory.reserve_bytes if context.memory else 0:
+    if reserve:
         search[RESERVE_BYTES] = float(reserve)
     if moved := [argument for argument, _ in made.in_host]:
         kept, both_ways = host_bytes(lay_out(analysis.frame, winner.choice), moved)
@@ -121,20 +128,6 @@ def complete_plan(
         known = (one for one in made.figures.worth if one.without_ms is not None)
         made = replace(made, figures=replace(made.figures, worth=tuple(known)))
     return FoundPlan(plan=made, analysis=analysis, winner=winner)
-
-
-def _nothing_fits(
-    context: PlanContext, outcome: RaceOutcome, analysis: Analysis
-) -> CfpError:
-    """Returns the error of a race in which no candidate fits in memory or runs."""
-    reserve = context.memory.reserve_bytes if context.memory else 0
-    error = no_winner(analysis, outcome.results, context.budget_bytes, reserve)
-    if isinstance(error, MemoryBudgetError) and context.is_over:
-        return error.with_line(
-            "Planning ran out of time before it compiled all smaller candidates. "
-            "Give it more (--time-budget, cfp.PlannerSettings(seconds=...))."
-        )
-    return error
 
 
 def wrong_kernels(

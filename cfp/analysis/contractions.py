@@ -73,16 +73,6 @@ def is_product(op: Op) -> bool:
     return is_contraction(op) or op.kind == "gather"
 
 
-def _differentiated_later(op: Op) -> bool:
-    """True if JAX's scope puts an op in a differentiated forward pass.
-
-    The second product of ``(x @ w) @ w.T`` has the structure of a derivative of the
-    first. A scatter returns False: it follows the gather of its rows in either pass.
-    """
-    forward = "jvp(" in op.scope and "transpose(" not in op.scope
-    return forward and op.kind != "scatter"
-
-
 def find_members(program: Program, numbers: Numbers) -> list[list[Member]]:
     """Returns for each block its contractions (members), the anchor first."""
     return _Finder(program, numbers).run()
@@ -116,8 +106,14 @@ class _Finder:
             is_made = op.kind == "gather" and computed[op.operands[0]]
             if is_made and not self._spreads(op):
                 continue
-            candidates = [] if _differentiated_later(op) else self._candidates(op)
-            if not candidates and "transpose(" in op.scope:
+            # The second product of ``(x @ w) @ w.T`` has the structure of a derivative
+            # of the first, but JAX's scope names a forward pass. A scatter follows the
+            # gather of its rows in either pass.
+            is_backward = "transpose(" in op.scope
+            is_forward = "jvp(" in op.scope and not is_backward
+            is_later = is_forward and op.kind != "scatter"
+            candidates = [] if is_later else self._candidates(op)
+            if not candidates and is_backward:
                 candidates = self._candidates(op, moved=True)
             if candidates:
                 derived.append(candidates)

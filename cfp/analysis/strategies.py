@@ -86,16 +86,12 @@ def block_strategies(program: Program, block: Block, mesh: Mesh) -> list[Strateg
     anchor = program.ops[block.anchor]
     rule = anchor.known_rule
     options = [axis_choices(rule, size) for _, size in mesh]
-    found = []
-    for strategy in product(*options):
-        if not splits_together(rule, mesh, strategy):
-            continue
-        if _scatters_wrongly(rule, strategy):
-            continue
-        if anchor.kind == "gather" and _gathers_wrongly(rule, strategy):
-            continue
-        found.append(strategy)
-    return found
+    return [
+        strategy
+        for strategy in product(*options)
+        if splits_together(rule, mesh, strategy)
+        and not _splits_wrongly(rule, anchor.kind == "gather", strategy)
+    ]
 
 
 def splits_together(rule: Rule, mesh: Mesh, strategy: Sequence[AxisChoice]) -> bool:
@@ -108,31 +104,25 @@ def splits_together(rule: Rule, mesh: Mesh, strategy: Sequence[AxisChoice]) -> b
     return all(rule.splits(factor, count) for factor, count in ways.items())
 
 
-def _scatters_wrongly(rule: Rule, strategy: Strategy) -> bool:
-    """True for sums that XLA's partitioner gets wrong, on three mesh axes or more.
+def _splits_wrongly(rule: Rule, is_gather: bool, strategy: Strategy) -> bool:
+    """True for strategies that XLA's partitioner gets wrong, on three axes or more.
 
-    For example ``bmk,bkn->bmn`` with b sharded over x, k over y and z, and b of the
-    result over x and z.
+    It computes wrong sums, for example of ``bmk,bkn->bmn`` with b sharded over x, k
+    over y and z, and b of the result over x and z.
+
+    It does not compile gathers if one axis shards the indices, another the indexed dim,
+    and the sum over that dim scatters to the dim of the indices. It then cuts slices of
+    a third sharded dim too large (jaxlib 0.10.2 and 0.12, in plain jax.jit, too).
     """
     tensors = (*rule.operands, *rule.results)
-    batch = set.intersection(*({f for dim in dims for f in dim} for dims in tensors))
+    factors = [{f for dim in dims for f in dim} for dims in tensors]
     exits = [choice.exit for choice in strategy if choice.inner in rule.reduction]
     split = {choice.inner for choice in strategy}
-    return any(0 < exits.count(factor) < len(exits) for factor in batch & split)
-
-
-def _gathers_wrongly(rule: Rule, strategy: Strategy) -> bool:
-    """True for gathers that XLA's partitioner does not compile, on three axes or more.
-
-    One axis shards the indices, another the indexed dim, and the sum over that dim
-    scatters to the dim of the indices. XLA then cuts slices of a third sharded dim too
-    large (jaxlib 0.10.2 and 0.12, in plain jax.jit, too).
-    """
-    table, indices = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
-    split = {choice.inner for choice in strategy}
-    exits = {choice.exit for choice in strategy if choice.inner in rule.reduction}
-    beside = split & table - indices - rule.reduction
-    return bool(beside and exits & split & indices)
+    batch = set.intersection(*factors)
+    if any(0 < exits.count(factor) < len(exits) for factor in batch & split):
+        return True
+    beside = split & factors[0] - factors[1] - rule.reduction if is_gather else set()
+    return bool(beside and split.intersection(exits) & factors[1])
 
 
 class BlockSharding:

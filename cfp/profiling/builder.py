@@ -344,10 +344,7 @@ class CompilePool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Cancels compiles that have not begun, and does not wait for the others."""
+        # Compiles that have not begun are cancelled.
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 

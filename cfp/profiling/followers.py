@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -49,7 +49,16 @@ def follow(talk: Coordination, make: Trace, environment: BuildEnvironment) -> An
 
         def build_here_and_answer() -> Built | ProfileRecord:
             try:
-                made = _built(programs, fingerprint, mesh, task, environment)
+                if isinstance(task, Job):
+                    program = programs[fingerprint]
+                    made = build_here(program, mesh, task, environment)
+                    if isinstance(made, Built):
+                        compile_generators(program, mesh, task)
+                else:
+                    probe = probe_of(mesh, task.label)
+                    made = build_probe_here(task.key, probe, mesh)
+                if isinstance(made, Built) and (reason := shortage(made, mesh)):
+                    made = made.record("out_of_memory", reason=reason)
             except BaseException as error:
                 talk.fail(error)
                 raise
@@ -81,22 +90,3 @@ def follow(talk: Coordination, make: Trace, environment: BuildEnvironment) -> An
 
     with CompilePool(default_threads(jax.local_devices()[0].platform)) as pool:
         return talk.follow({"trace": trace, "build": build, "run": run}, keep)
-
-
-def _built(
-    programs: Mapping[str, Program],
-    fingerprint: str,
-    mesh: Mesh,
-    task: Task,
-    environment: BuildEnvironment,
-) -> Built | ProfileRecord:
-    if isinstance(task, Job):
-        program = programs[fingerprint]
-        made = build_here(program, mesh, task, environment)
-        if isinstance(made, Built):
-            compile_generators(program, mesh, task)
-    else:
-        made = build_probe_here(task.key, probe_of(mesh, task.label), mesh)
-    if isinstance(made, Built) and (reason := shortage(made, mesh)):
-        return made.record("out_of_memory", reason=reason)
-    return made

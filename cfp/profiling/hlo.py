@@ -89,8 +89,12 @@ def collectives_in(hlo_text: str) -> tuple[Collective, ...]:
     Returns:
       One `Collective` for each kind, size and group size, the most bytes first.
     """
+    # Parsing all of a whole step takes half a second of Python, for which all threads
+    # that compile would wait. Most lines are inside of fusions, and call nothing.
+    lines = hlo_text.splitlines()
+    some = [x for x in lines if x[:1] != " " or any(word in x for word in _COUNTED)]
     total: Counter[_Sent] = Counter()
-    for module in modules_in(_lines_that_count(hlo_text)):
+    for module in modules_in("\n".join(some)):
         devices = prod(map(int, _DEVICES.findall(module.header)))
         chains = set[str]()
         for name, runs in _runs(module).items():
@@ -107,19 +111,6 @@ def collectives_in(hlo_text: str) -> tuple[Collective, ...]:
         for (kind, size, group), count in sorted(
             total.items(), key=lambda item: (-item[0][1] * item[1], item[0])
         )
-    )
-
-
-def _lines_that_count(hlo_text: str) -> str:
-    """Drops instructions that are no collectives and call no computation.
-
-    Most are inside of fusions. Parsing all of a whole step takes half a second of
-    Python, for which all threads that compile would wait.
-    """
-    return "\n".join(
-        line
-        for line in hlo_text.splitlines()
-        if line[:1] != " " or any(word in line for word in _COUNTED)
     )
 
 

@@ -309,18 +309,6 @@ class _Admission:
         self.found.left.extend((one, why if one in near else TOO_FAR) for one in rest)
 
 
-def _side_by_side(chosen: Sequence[_Ways], most: int) -> list[tuple[int, int]]:
-    """Returns (candidate, variant) indices of the programs that compile side by side.
-
-    First each candidate's first variant, then tighter ones of all in turn, up to `most`
-    programs.
-    """
-    depths = range(max(map(len, chosen)))
-    places = enumerate(map(len, chosen))
-    every = [(p, depth) for depth, (p, n) in product(depths, places) if depth < n]
-    return every[: max(len(chosen), most)]
-
-
 def compile_until_enough_fit(
     candidates: Sequence[Candidate],
     compile_all: Compile,
@@ -371,7 +359,11 @@ def compile_until_enough_fit(
         if (state.fitting or state.found.refused) and is_over():
             break
         state.queue = [ways for ways in state.queue if ways not in chosen]
-        order = _side_by_side(chosen, 1 if reach is None else at_once)
+        # Each candidate's first variant, then tighter ones of all in turn.
+        depths = range(max(map(len, chosen)))
+        places = enumerate(map(len, chosen))
+        order = [(p, depth) for depth, (p, n) in product(depths, places) if depth < n]
+        order = order[: max(len(chosen), 1 if reach is None else at_once)]
         results = compile_all([chosen[place][depth] for place, depth in order])
         for place, ways in enumerate(chosen):
             made = zip(order, results, strict=True)

@@ -269,7 +269,10 @@ class Race:
                 keep_built(context.store, best.program, built)
         elif best:
             self._keep(best, ranking, known, asked)
-            counts |= _ties(ranking)
+            tied = {one.samples_ms: one.time_ms for one in ranking.ties}.values()
+            if len(tied) > 1:  # Equal programs share their samples.
+                spread = max(tied) / min(tied) - 1.0
+                counts |= {"ties": len(tied) - 1, "tie_spread": spread}
             flags, name = time_flags(self.builder, best), best.name
             rows = [replace(r, flag_ms=flags * (r.name == name)) for r in rows]
         counts[RACE_SECONDS] = self.seconds
@@ -328,13 +331,6 @@ class Race:
             few = others[: MOST_RACED - 1] if any(r.may_race for r in results) else []
             results = [*results[:1], *self.compile_all(few), *results[1:]]
         return found | {one.name: compiled_row(one) for one in results}
-
-
-def _ties(ranking: Ranking) -> dict[str, float]:
-    """Counts programs that tie with the winner, and their relative spread, or {}."""
-    times = {one.samples_ms: one.time_ms for one in ranking.ties}.values()
-    spread = max(times) / min(times) - 1.0
-    return {"ties": len(times) - 1, "tie_spread": spread} if len(times) > 1 else {}
 
 
 def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOutcome:

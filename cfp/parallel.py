@@ -118,7 +118,8 @@ class ParallelStep:
 
     A call with other shapes or types plans again, as ``jax.jit`` compiles again. So
     does a call under another configuration of JAX, such as ``jax.enable_x64(True)``.
-    Later plans keep the first plan's shardings of arguments if they then fit in memory.
+    In one process, later plans keep the first's shardings of arguments if these fit in
+    memory then; a preset by name is kept instead.
 
     Attributes:
         plans: all plans, in the order in which they were made.

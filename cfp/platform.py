@@ -279,13 +279,15 @@ def select(platform: str | None, axes: Axes | None) -> None:
         CfpError: the platform is unknown, or cannot have so many virtual devices.
         ProcessError: other processes of the command did not connect in time.
     """
-    if platform is not None:
-        _select(platform, axes)
-    join_if_asked()
-
-
-def _select(platform: str, axes: Axes | None) -> None:
     count = prod(size for _, size in axes) if axes else DEFAULT_CPU_DEVICES
+    if platform is not None:
+        _select(platform, count)
+    join_if_asked()
+    if platform == "cpu":  # JAX reads the flags at its first use of a device.
+        os.environ["XLA_FLAGS"] = flags_for_devices(_share(count))
+
+
+def _select(platform: str, count: int) -> None:
     if platform not in PLATFORMS:
         raise CfpError(
             f"There is no platform {platform!r}. Give --platform "
@@ -299,8 +301,6 @@ def _select(platform: str, axes: Axes | None) -> None:
     os.environ["JAX_PLATFORMS"] = platform
     # JAX has already read the variable, at its import.
     jax.config.update("jax_platforms", platform)
-    if platform == "cpu":
-        os.environ["XLA_FLAGS"] = flags_for_devices(_share(count))
 
 
 def flags_for_devices(count: int) -> str:
@@ -312,16 +312,15 @@ def flags_for_devices(count: int) -> str:
 
 def _share(count: int) -> int:
     """Returns the number of a mesh's virtual devices that this process has."""
-    member = Membership.of(None, None, None, os.environ)
-    if member is None:
+    if (talk := coordination()) is None:
         return count
-    if count < member.processes:
+    if count < talk.channel.count:
         raise CfpError(
-            f"{count} devices are too few for {member.processes} processes. Give a "
+            f"{count} devices are too few for {talk.channel.count} processes. Give a "
             "larger mesh, or start fewer processes."
         )
-    each, more = divmod(count, member.processes)
-    return each + (member.process_id < more)
+    each, more = divmod(count, talk.channel.count)
+    return each + (talk.channel.process < more)
 
 
 def make_asked_mesh(axes: Axes | None) -> Mesh:

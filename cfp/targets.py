@@ -100,7 +100,7 @@ def resolve(
     if ":" in text:
         return _function_target(text, options, tuple(donate), tuple(static))
     if text.startswith("-"):
-        raise CfpError(f"There is no option {text}. --help lists the options.")
+        raise CfpError(f"No option {text} before TARGET. --help lists the options.")
     if text.endswith(".py") and Path(text).is_file():
         return _function_target(f"{text}:", options, tuple(donate), tuple(static))
     if text not in models.MODELS:

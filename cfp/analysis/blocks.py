@@ -248,7 +248,7 @@ class _Labels:
         return ops
 
     def _broadcast(self, ops: list[int], lacking: dict[int, Set[int]]) -> set[int]:
-        """Returns ops that broadcast contractions' results along `lacking` factors."""
+        """Ops that broadcast results of contractions; `lacking` is {op id: factors}."""
         made: set[int] = set()
         found = set()
         for op_id in ops:

@@ -330,7 +330,9 @@ class Steps:
             return "dq" if len(dots) > 1 else "out"
         if queries and own - out == queries:
             return "dk" if len(dots) > 1 else "dv"
-        raise Different(f"{where(self._order[number])} sums other dims than keys")
+        raise Different(
+            f"{where(self._order[number])} contracts more than keys or queries"
+        )
 
     def _made_of(self, *numbers: int) -> set[int]:
         """Numbers of the given steps, and of all steps that they depend on."""

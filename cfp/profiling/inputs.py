@@ -299,7 +299,7 @@ def above_zero(program: Program, ops: tuple[int, ...]) -> frozenset[int]:
 
 
 def _operands(op: Op, v: int) -> tuple[int, ...]:
-    """Returns the operands that decide the sign of an op's result `v`; may be ()."""
+    """Returns an op's operands, or its bodies' yields of `v`; () if no sign passes."""
     is_square = op.kind == "multiply" and op.operands[0] == op.operands[1]
     if op.kind in _BARRIERS or is_square:
         return ()

@@ -71,8 +71,8 @@ def _constrain(
 ) -> Constraints:
     """Makes the constraints of a part of a program, reduced to a level.
 
-    `remat` and `kernels` name segments by index. Operands of a kernel are sharded as
-    the kernel reads them: keys of ring attention must not be gathered.
+    `remat` and `kernels` name segments by index. A kernel's uses of its operands have
+    no constraints: keys of ring attention must not be gathered.
     """
     frame, program = layout.frame, layout.frame.program
     replaced = [

@@ -101,7 +101,7 @@ def _in_host(plan: Plan) -> Values:
         parts += [f"{format_bytes(round(size))} for each device"]
         parts += ["without which nothing fits"]
     if (moved_ms := search.get("host_ms")) is not None:
-        parts.append(f"moved to the device and back in {moved_ms:.3f} ms, estimated")
+        parts.append(f"moves take {moved_ms:.3f} ms of each step, estimated")
     names = few(merged_alike([plan.arg_names[i] for i, _ in plan.in_host]))
     return f"{'; '.join(parts)} ({names})"
 

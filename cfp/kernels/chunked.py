@@ -57,7 +57,7 @@ def _forward(q, k, v, scores, mask):
 
 def _backward(scores, kept, dout):
     q, k, v, out, lse, mask = kept
-    grads = gradients(q, k, v, out, lse, dout, scores, mask)
+    grads = gradients((q, out, lse, dout), k, v, scores, mask)
     dq, dk, dv = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv, None
 
@@ -97,20 +97,14 @@ def attend(
 
 
 def gradients(
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    scores: Scores,
-    mask: Mask,
+    rows: tuple[Array, ...], k: Array, v: Array, scores: Scores, mask: Mask
 ) -> tuple[Array, Array, Array]:
     """Like `plain.gradients`."""
-    queries, keys = q.shape[1], k.shape[1]
+    queries, keys = rows[0].shape[1], k.shape[1]
     if max(queries, keys) <= CHUNK:
-        return plain.gradients(q, k, v, out, lse, dout, scores, mask)
-    mask, (q, out, lse, dout), (k, v) = _even(mask, (q, out, lse, dout), (k, v))
+        return plain.gradients(rows, k, v, scores, mask)
+    mask, even, (k, v) = _even(mask, rows, (k, v))
+    q = even[0]
     size_q, size_k = min(CHUNK, q.shape[1]), min(CHUNK, k.shape[1])
     rounds = q.shape[1] // size_q
 
@@ -123,12 +117,8 @@ def gradients(
 
             def meet(so_far: _Arrays) -> _Arrays:
                 dq, dk, dv = so_far
-                q_row, *rest = (_cut(one, at, size_q) for one in (q, out, lse, dout))
-                keys, values = part
-                out_row, lse_row, dout_row = rest
-                more = plain.gradients(
-                    q_row, keys, values, out_row, lse_row, dout_row, scores, inner
-                )
+                some = tuple(_cut(one, at, size_q) for one in even)
+                more = plain.gradients(some, *part, scores, inner)
                 row = _cut(dq, at, size_q) + more[0]
                 dq = lax.dynamic_update_slice_in_dim(dq, row, at, axis=1)
                 return dq, dk + more[1], dv + more[2]

@@ -107,16 +107,10 @@ def attend(
 
 
 def gradients(
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    scores: Scores,
-    mask: Mask,
+    rows: tuple[Array, ...], k: Array, v: Array, scores: Scores, mask: Mask
 ) -> tuple[Array, Array, Array]:
     """Like `plain.gradients`, with a causal mask or none."""
+    q, out, lse, dout = rows
     call = _find(BACKWARD, q, k, v, scores, mask)
     given = {0: q, 1: k, 2: v, _LSE: lse.swapaxes(1, 2)}
     given |= {_OUT: out.astype(q.dtype), _DOUT: dout.astype(q.dtype)}

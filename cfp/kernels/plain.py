@@ -54,14 +54,7 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
 
 
 def gradients(
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    scores: Scores,
-    mask: Mask,
+    rows: tuple[Array, ...], k: Array, v: Array, scores: Scores, mask: Mask
 ) -> tuple[Array, Array, Array]:
     """Computes the gradients' contribution of one block of keys.
 
@@ -69,14 +62,14 @@ def gradients(
     Partitioning", 2023, algorithm 2.
 
     Args:
-      q, k, v, scores, mask: the block, as for `attend`.
-      out: output of attention to all blocks of keys, like q.
-      lse: log-sum-exp of scores of all blocks, [batch, query, heads] float32.
-      dout: gradient of `out`.
+      rows: (q; output of attention to all blocks of keys, like q; log-sum-exp of scores
+        of all blocks, [batch, query, heads] float32; gradient of the output).
+      k, v, scores, mask: the block, as for `attend`.
 
     Returns:
       (dq, dk, dv), float32, in the shapes of q, k and v.
     """
+    q, out, lse, dout = rows
     batch, queries, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     grouped = (batch, queries, kv_heads, heads // kv_heads, head_dim)

@@ -395,11 +395,10 @@ def backward(ring: Ring, kept: Residuals, dout: Array) -> tuple[Any, ...]:
 
     def add(so_far: Sequence[Array], piece: Piece, kv: KeysValues) -> tuple[Array, ...]:
         queries, keys = piece.queries, piece.keys
-        row, *rows = (queries.of(x) for x in (q, out, lse, dout))
+        rows = tuple(queries.of(x) for x in (q, out, lse, dout))
         v, k = keys.of(kv[0]), keys.of(kv[1])
-        dq, dk, dv = ring.kernel.module.gradients(
-            row, k, v, *rows, ring.scores, piece.mask
-        )
+        gradients = ring.kernel.module.gradients
+        dq, dk, dv = gradients(rows, k, v, ring.scores, piece.mask)
         more = queries.spread(dq), keys.spread(dv), keys.spread(dk)
         return tuple(
             x + one.astype(jnp.float32) for x, one in zip(so_far, more, strict=True)

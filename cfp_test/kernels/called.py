@@ -65,16 +65,9 @@ def _backward(q, k, v, *rest, scale, mask_type, layout, **more):
     lse, out, dout = rest[-3:]
     assert lse.dtype == jnp.float32, "the log-sum-exp was rounded"
     q4, k4, v4, out, dout = _turned(layout, q, k, v, out, dout)
-    grads = plain.gradients(
-        q4,
-        k4,
-        v4,
-        out,
-        lse.swapaxes(1, 2),
-        dout,
-        Scores(scale=float(scale)),
-        _mask(mask_type),
-    )
+    rows = q4, out, lse.swapaxes(1, 2), dout
+    scores = Scores(scale=float(scale))
+    grads = plain.gradients(rows, k4, v4, scores, _mask(mask_type))
     grads = _turned(layout, *grads)
     return [g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)]
 

@@ -99,7 +99,7 @@ def test_a_query_that_sees_no_key_gets_zeros(monkeypatch):
         key_segments=ids,
     )
     out, lse = chunked.attend(q, k, v, SCORES, mask)
-    grads = chunked.gradients(q, k, v, out, lse, dout, SCORES, mask)
+    grads = chunked.gradients((q, out, lse, dout), k, v, SCORES, mask)
     assert not out[:, 3].any() and np.isneginf(lse[:, 3]).all()
     assert not any(np.isnan(g).any() for g in grads) and not grads[0][:, 3].any()
     _, *right = both_ways(

@@ -47,8 +47,7 @@ def build(name: str, **options: Scalar) -> tuple[TrainStep, tuple[TrainState, Ba
       ValueError: the name or an option is unknown, or the options do not fit together.
     """
     model, config, optimizer = _settled(name, options)
-    apply = partial(model.apply, config)
-    step = make_train_step(apply, optimizer, config.microbatches)
+    step = make_train_step(partial(model.apply, config), optimizer, config.microbatches)
     init_fn, make_batch = initialise(name, **options)
     key = jax.eval_shape(jax.random.key, 0)
     return step, (jax.eval_shape(init_fn, key), jax.eval_shape(make_batch, key))

@@ -119,7 +119,7 @@ class Model:
       defaults: defaults that differ from `Config`'s, and the own options' defaults.
       random_batch: function of a key, batch, seq and vocab.
       ffn: function from `hidden` to the default width inside the MLPs.
-      refusal: function from a config to the reason why its options conflict, or "".
+      even_heads: True if positions are turned in pairs, which needs an even head_dim.
     """
 
     doc: str
@@ -129,7 +129,7 @@ class Model:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     random_batch: Callable[[jax.Array, int, int, int], Batch] = random_text
     ffn: Callable[[int], int] = lambda hidden: 4 * hidden
-    refusal: Callable[[Config], str] = lambda config: ""
+    even_heads: bool = False
 
     @property
     def options(self) -> tuple[ModelOption, ...]:
@@ -160,8 +160,11 @@ class Model:
             raise ValueError(
                 f"{name} must be {wanted}, got {got}" if name else wanted
             ) from error
-        if refusal := self.refusal(config):
-            raise ValueError(refusal)
+        if self.even_heads and config.head_dim % 2:
+            raise ValueError(
+                "hidden / heads must be even, as rotary embedding turns pairs, got "
+                f"hidden={config.hidden} and heads={config.heads}"
+            )
         if config.scan and config.layers % len(self.layers):
             raise ValueError(f"layers must be even with scan, got {config.layers}")
         return config

@@ -20,49 +20,34 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cfp.models.layers import (
-    ATTENTION,
-    EMBEDDING,
-    KV_HEADS,
-    LOGITS,
-    MLP,
-    NORM,
-    RESIDUAL,
-    Batch,
-    Params,
-    attention,
-    constrain,
-    embed,
-    inside,
-    layer_norm,
-    linear,
-    look_up,
-    mlp,
-    norm,
-    unembed,
-)
+from cfp.models import layers as nn
+from cfp.models.layers import LOGITS, NORM, RESIDUAL, Batch, Params, constrain, inside
 from cfp.models.model import Config, Layer, Model, run_layers
 
 Out = tuple[jax.Array, jax.Array]  # Logits and a penalty.
 
 # ------------------------------------------------------------------------------- GPT
 
-LAYER = {"attention_norm": NORM, "attention": ATTENTION, "feed_forward_norm": NORM}
-ENDS = {"embedding": EMBEDDING, "final_norm": NORM, "head": {"kernel": "embed vocab"}}
+LAYER = {"attention_norm": NORM, "attention": nn.ATTENTION, "feed_forward_norm": NORM}
+ENDS = {
+    "embedding": nn.EMBEDDING,
+    "final_norm": NORM,
+    "head": {"kernel": "embed vocab"},
+}
 
 
 def decoder_layer(
     params: Params,
     x: jax.Array,
     *,
-    attend: Callable[..., jax.Array] = attention,
+    attend: Callable[..., jax.Array] = nn.attention,
     second: str = "feed_forward_norm",
-    feed_forward: Layer = lambda params, x: (inside("mlp", mlp, params, x), None),
+    feed_forward: Layer = lambda params, x: (inside("mlp", nn.mlp, params, x), None),
 ) -> tuple[jax.Array, jax.Array | None]:
     """A pre-norm decoder layer; `second` is the params' key of the second norm."""
-    h = inside("attention_norm", norm, params, x)
+    h = inside("attention_norm", nn.norm, params, x)
     x = constrain(x + inside("attention", attend, params, h), RESIDUAL)
-    y, penalty = feed_forward(params, inside(second, norm, params, x))
+    y, penalty = feed_forward(params, inside(second, nn.norm, params, x))
     return constrain(x + y, RESIDUAL), penalty
 
 
@@ -70,18 +55,18 @@ def decode(
     config: Config, params: Params, batch: Batch, layers: Mapping[str, Layer]
 ) -> Out:
     """Logits of each next token [batch, seq, vocab], and the sum of penalties []."""
-    x = inside("embedding", embed, params, batch["tokens"], config.dtype)
+    x = inside("embedding", nn.embed, params, batch["tokens"], config.dtype)
     x, penalty = run_layers(config, params, x, layers)
-    x = inside("final_norm", norm, params, x)
+    x = inside("final_norm", nn.norm, params, x)
     if config.tied:
-        return inside("embedding", unembed, params, x), penalty
-    return constrain(inside("head", linear, params, x), LOGITS), penalty
+        return inside("embedding", nn.unembed, params, x), penalty
+    return constrain(inside("head", nn.linear, params, x), LOGITS), penalty
 
 
 GPT = Model(
     doc="a GPT decoder",
     ends=ENDS,
-    layers={"layer": {**LAYER, "mlp": MLP}},
+    layers={"layer": {**LAYER, "mlp": nn.MLP}},
     apply=jax.named_scope("GPT")(partial(decode, layers={"layer": decoder_layer})),
     defaults={"tied": False},
 )
@@ -94,24 +79,24 @@ MASKED_SHARE = 0.15
 
 def encoder_layer(params: Params, x: jax.Array) -> tuple[jax.Array, None]:
     """A post-LN encoder layer: a norm follows each residual sum."""
-    y = inside("attention", attention, params, x, causal=False)
+    y = inside("attention", nn.attention, params, x, causal=False)
     x = constrain(x + y, RESIDUAL)
-    x = inside("attention_norm", layer_norm, params, x)
-    x = constrain(x + inside("mlp", mlp, params, x), RESIDUAL)
-    return inside("mlp_norm", layer_norm, params, x), None
+    x = inside("attention_norm", nn.layer_norm, params, x)
+    x = constrain(x + inside("mlp", nn.mlp, params, x), RESIDUAL)
+    return inside("mlp_norm", nn.layer_norm, params, x), None
 
 
 @jax.named_scope("BERT")
 def _bert(config: Config, params: Params, batch: Batch) -> Out:
     """Logits of the original tokens at all positions, and a penalty of 0."""
-    x = inside("embedding", embed, params, batch["tokens"], config.dtype)
-    x = x + inside("type_embedding", look_up, params, batch["types"]).astype(x.dtype)
-    x = inside("embedding_norm", layer_norm, params, x)
+    x = inside("embedding", nn.embed, params, batch["tokens"], config.dtype)
+    x = x + inside("type_embedding", nn.look_up, params, batch["types"]).astype(x.dtype)
+    x = inside("embedding_norm", nn.layer_norm, params, x)
     x, penalty = run_layers(config, params, x, {"layer": encoder_layer})
 
-    x = jax.nn.gelu(inside("head_dense", linear, params, x))
-    x = inside("head_norm", layer_norm, params, constrain(x, RESIDUAL))
-    logits = inside("embedding", unembed, params, x)
+    x = jax.nn.gelu(inside("head_dense", nn.linear, params, x))
+    x = inside("head_norm", nn.layer_norm, params, constrain(x, RESIDUAL))
+    logits = inside("embedding", nn.unembed, params, x)
     return constrain(logits + params["head_bias"].astype(x.dtype), LOGITS), penalty
 
 
@@ -139,7 +124,7 @@ BERT = Model(
     doc="a BERT encoder",  # By default, BERT-large.
     defaults={"vocab": 30522, "seq": 512, "layers": 24},
     ends={
-        "embedding": EMBEDDING,
+        "embedding": nn.EMBEDDING,
         "type_embedding": {"embedding": "type embed"},
         "embedding_norm": NORM,
         # A square kernel: a mesh axis can shard only one dim, so the names differ.
@@ -148,8 +133,8 @@ BERT = Model(
         "head_bias": "vocab",
     },
     layers={
-        "layer": {"attention": ATTENTION, "attention_norm": NORM}
-        | {"mlp": MLP, "mlp_norm": NORM}
+        "layer": {"attention": nn.ATTENTION, "attention_norm": NORM}
+        | {"mlp": nn.MLP, "mlp_norm": NORM}
     },
     apply=_bert,
     random_batch=random_cloze,
@@ -187,7 +172,7 @@ def rotate(x: jax.Array) -> jax.Array:
 
 _LLAMA_LAYER = partial(
     decoder_layer,
-    attend=partial(attention, kv_names=KV_HEADS, turn=rotate),
+    attend=partial(nn.attention, kv_names=nn.KV_HEADS, turn=rotate),
     second="mlp_norm",
 )
 LLAMA = Model(
@@ -210,12 +195,7 @@ LLAMA = Model(
     },
     apply=jax.named_scope("Llama")(partial(decode, layers={"layer": _LLAMA_LAYER})),
     ffn=gated_ffn,
-    refusal=lambda c: (
-        "hidden / heads must be even, as rotary embedding turns pairs, got "
-        f"hidden={c.hidden} and heads={c.heads}"
-        if c.head_dim % 2
-        else ""
-    ),
+    even_heads=True,
 )
 
 
@@ -287,7 +267,7 @@ def expert_layer(params: Params, x: jax.Array, config: Config) -> Out:
     """Routed MLPs, [batch, seq, hidden] -> the same shape, and a balance penalty []."""
     group, dtype = config.expert_group_size, x.dtype
     tokens = constrain(x.reshape(-1, group, x.shape[-1]), _GROUPS)
-    logits = inside("gate", linear, params, tokens.astype(jnp.float32))
+    logits = inside("gate", nn.linear, params, tokens.astype(jnp.float32))
     assert config.experts and group, "options of this model"
     routing = route_top2(jax.nn.softmax(logits), -(-2 * group // config.experts))
 
@@ -316,7 +296,7 @@ MOE = Model(
     | {"experts": 32, "expert_group_size": 2048},
     ends=ENDS,
     layers={
-        "dense": {**LAYER, "mlp": MLP},
+        "dense": {**LAYER, "mlp": nn.MLP},
         "expert": {
             **LAYER,
             "moe": {

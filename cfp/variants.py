@@ -46,14 +46,12 @@ from cfp.race.programs import (
     RaceOutcome,
     RaceProgram,
     RaceResult,
-    kernels_not_timed,
     programs_of,
     race_row,
 )
 from cfp.race.race import Race
 from cfp.race.turns import race_programs
 from cfp.search.guided import Candidate, Estimate, Solution
-from cfp.search.requests import UNMEASURED_STRATEGIES
 from cfp.settings import ESTIMATES_SHARE, HOST_BYTES_PER_MS, Dimension, defaults_of
 from cfp.view.console import shown
 from cfp.view.evidence import with_figures
@@ -89,7 +87,7 @@ def complete_plan(
         MemoryBudgetError: no candidate fits in memory.
         CfpError: no candidate runs.
     """
-    analysis, defaults, winner = analyzed.analysis, context.defaults, outcome.winner
+    analysis, winner = analyzed.analysis, outcome.winner
     reserve = context.memory.reserve_bytes if context.memory else 0
     if winner is None:
         error = no_winner(analysis, outcome.results, context.budget_bytes, reserve)
@@ -109,24 +107,14 @@ def complete_plan(
     if moved := [argument for argument, _ in made.in_host]:
         kept, both_ways = host_bytes(lay_out(analysis.frame, winner.choice), moved)
         search |= {"host_bytes": kept, "host_ms": both_ways / HOST_BYTES_PER_MS}
-    made = replace(made, search=search)
-    solution, profiles = outcome.solution, outcome.solution.profiles
     made = with_figures(
-        made,
+        replace(made, search=search),
         analysis,
-        winner.choice,
-        solution.problem,
-        profiles.replacing if profiles else defaults.replacing,
-        profiles.failed_kernels if profiles else kernels_not_timed(outcome),
-        outcome.raced,
-        dimensions=context.settings.dimensions,
-        budget_bytes=context.budget_bytes,
+        outcome,
+        context.defaults.replacing,
+        context.settings.dimensions,
+        context.budget_bytes,
     )
-    late = profiles is None or UNMEASURED_STRATEGIES in profiles.counts
-    if late and made.figures is not None:
-        # The best step without a choice may use an unmeasured strategy.
-        known = (one for one in made.figures.worth if one.without_ms is not None)
-        made = replace(made, figures=replace(made.figures, worth=tuple(known)))
     return FoundPlan(plan=made, analysis=analysis, winner=winner)
 
 

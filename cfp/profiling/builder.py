@@ -204,16 +204,9 @@ def build_here(
     """Lowers and compiles a job in this process alone; see `build`."""
     platform = mesh.devices.flat[0].platform
     usual = {**environment.options(platform), **program.rewritten.options}
-    lower = partial(
-        lower_part,
-        program,
-        job.part,
-        mesh,
-        job.constraints,
-        job.in_specs,
-        job.out_specs,
-        job.donated,
-    )
+    specs = job.in_specs, job.out_specs
+    how = job.part, mesh, job.constraints, *specs, job.donated
+    lower = partial(lower_part, program, *how)
     return build_lowered(job.key, lower, {**usual, **dict(job.options)})
 
 

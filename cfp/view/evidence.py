@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import starmap
 from math import inf
-from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, SegmentKernels, Storage, lay_out
@@ -29,8 +28,10 @@ from cfp.plan.parts import (
 )
 from cfp.plan.plan import Plan
 from cfp.printable import distinct_ends, merged_name, span_text
+from cfp.race.programs import RaceOutcome, kernels_not_timed
 from cfp.search.choices import picks_of
 from cfp.search.guided import Candidate
+from cfp.search.requests import UNMEASURED_STRATEGIES
 from cfp.search.solver import Option, Problem, solve
 from cfp.settings import ALL_DIMENSIONS, Dimension, Replacing
 from cfp.view.words import NONE_CAN, REMATERIALIZED, kernels_text
@@ -39,22 +40,22 @@ from cfp.view.words import NONE_CAN, REMATERIALIZED, kernels_text
 def with_figures(
     plan: Plan,
     analysis: Analysis,
-    choice: Choice,
-    problem: Problem | None,
+    outcome: RaceOutcome,
     replacing: Replacing,
-    failed: Mapping[SegmentKernels, str] = MappingProxyType({}),
-    raced: Sequence[tuple[Candidate, float]] = (),
     dimensions: Set[Dimension] = ALL_DIMENSIONS,
     budget_bytes: int | None = None,
 ) -> Plan:
-    """Returns the plan with `Plan.figures`: the numbers behind its choice.
+    """Returns the plan of a race's winner with `Plan.figures`: the numbers behind it.
 
     Args:
-        replacing: kernels that the search was allowed to use.
-        failed: kernels without a time, each with a reason such as "does not run".
-        raced: candidates of the race with their times in ms.
+        replacing: kernels that were allowed, if the outcome has no profiles.
         dimensions: kinds of choices that the search made.
     """
+    assert outcome.winner is not None, "it has a plan"
+    choice, problem = outcome.winner.choice, outcome.solution.problem
+    profiles = outcome.solution.profiles
+    replacing = profiles.replacing if profiles else replacing
+    failed = profiles.failed_kernels if profiles else kernels_not_timed(outcome)
     layout = lay_out(analysis.frame, choice)
     left = Counter(
         (kind.NAME, *row)
@@ -72,7 +73,11 @@ def with_figures(
     )
     if problem is not None:
         found = _searched(found, analysis, choice, problem)
-        found = replace(found, worth=worth(analysis, problem, raced))
+        known = worth(analysis, problem, outcome.raced)
+        if profiles is None or UNMEASURED_STRATEGIES in profiles.counts:
+            # The best step without a choice may use an unmeasured strategy.
+            known = tuple(one for one in known if one.without_ms is not None)
+        found = replace(found, worth=known)
     return replace(plan, figures=found)
 
 

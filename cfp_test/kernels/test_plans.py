@@ -22,6 +22,8 @@ from cfp.passes import analyze_step, measured_rates
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
+from cfp.race.programs import RaceOutcome
+from cfp.search.guided import Candidate, Solution
 from cfp.settings import Replacing
 from cfp.view.evidence import with_figures
 from cfp.view.text import explain_text, plan_text
@@ -386,7 +388,8 @@ def test_a_kernel_that_could_and_was_not_chosen_is_named(planned, mesh):
     assert find(analysis.frame.program).found
     choice = presets(analysis.frame)["data_parallel"]
     kernels = Replacing(kernels=("cudnn", "chunked", "xla"), platform="cpu")
-    told = with_figures(planned[0], analysis, choice, None, kernels)
+    outcome = RaceOutcome(solution=Solution(()), winner=Candidate("planned", choice))
+    told = with_figures(planned[0], analysis, outcome, kernels)
     why = "chunked or xla can compute it; nothing was searched for this plan"
     left = {one.kernel: one.reason for one in told.figures.left}
     assert left.keys() == {"", "cudnn"} and left[""] == why

@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -99,15 +99,9 @@ class Builder:
         return not defaults_of(self.platform).estimates
 
     @property
-    def is_untuned(self) -> bool:
-        """True if the compiler tunes kernels, and has tuned none yet."""
-        return BuildEnvironment.beside(self.store.path).is_untuned(self.platform)
-
-    @property
     def at_once(self) -> int:
         """Largest number of programs that compile side by side."""
-        threads = default_threads(self.platform)
-        return min(TUNING_AT_ONCE, threads) if self.is_untuned else threads
+        return default_threads(self.platform)
 
     def build(self, one: RaceProgram) -> Built | ProfileRecord:
         """Compiles a program (described devices: in a child); may return a failure."""
@@ -127,27 +121,21 @@ class Builder:
 
 
 def compile_programs(
-    builder: Builder,
-    programs: Sequence[RaceProgram],
-    more: Callable[[int], Sequence[RaceProgram]] = lambda idle: (),
+    builder: Builder, programs: Sequence[RaceProgram]
 ) -> list[RaceResult]:
     """Compiles programs without running them, and stores those that fail.
 
     Programs over the budget count as failures. Programs in the store, from earlier
     races or `keep_built`, are not compiled again.
 
-    Args:
-        more: returns programs to compile in as many idle threads, beside others.
-
     Returns:
-        A result for each of `programs`, in order; samples come from earlier races only.
+        A result for each program, in order; samples come from earlier races only.
     """
     known = {
         **_known_builds(builder, programs),
         **known_records(builder, [one.job.key.digest for one in programs]),
     }
     new = [one for one in programs if one.job.key.digest not in known]
-    new += more(max(0, builder.at_once - len(new))) if new else ()
     with builder.in_flight as in_flight:
         fresh = build_each(builder, new, in_flight)
     failed = [one for one in fresh.values() if isinstance(one, ProfileRecord)]
@@ -202,7 +190,8 @@ def build_each(
     }
     jobs = [one.job for digest, one in wanted.items() if digest not in there]
     batches, begun, over = [jobs], count(), count(1)
-    if builder.is_untuned:
+    if BuildEnvironment.beside(builder.store.path).is_untuned(builder.platform):
+        threads = min(TUNING_AT_ONCE, threads)
         batches = [jobs[:TUNED_FIRST], jobs[TUNED_FIRST:]]
 
     def is_late() -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
@@ -60,7 +59,6 @@ from cfp.race.programs import (
     left_out,
     programs_of,
     race_row,
-    variants,
     with_options,
 )
 from cfp.race.turns import Ranking, race_programs, second_race, time_flags
@@ -108,17 +106,10 @@ class Race:
         return before_seconds + time.perf_counter() - self.started
 
     def compile_all(self, candidates: Sequence[Candidate]) -> list[RaceResult]:
-        """Compiles candidates; returns their memory or failures, in order.
-
-        If they race without a budget, idle threads compile the first ones' variants.
-        """
-        context, keys = self.context, {one.key for one in candidates}
-        leaders = candidates if context.races and context.memory is None else ()
-        every = (other for one in leaders for other in variants(one, context.defaults))
-        others = [one for one in every if one.key not in keys]
-        make = partial(programs_of, self.analysis, environment=context.environment)
-        programs = make(candidates)
-        return compile_programs(self.builder, programs, lambda n: make(others[:n]))
+        """Compiles candidates; returns their memory or failures, in order."""
+        environment = self.context.environment
+        programs = programs_of(self.analysis, candidates, environment)
+        return compile_programs(self.builder, programs)
 
     def time(
         self,
@@ -143,9 +134,9 @@ class Race:
         if not new or self.context.is_over:
             return Ranking((), raced)
         names = {one.name for one in first}
-        for one in raced:
-            if one.name not in names:
-                self.built.pop(one.program.identity, None)
+        kept = {one.program.identity for one in raced if one.name in names}
+        for identity in self.built.keys() - kept:
+            del self.built[identity]
         looks: dict[str, ProfileRecord] = {}
         if not any(one.cached for one in raced):
             mine = [one for one in raced if one.name in names]

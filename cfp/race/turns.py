@@ -136,9 +136,8 @@ def race_programs(
     """Compiles whole programs and times them in turn, A B C A B C.
 
     A program far behind after a turn is left out of the next. Real devices are warmed
-    up before the first turn, unless another race has just ended. If their speed drifts,
-    times of programs that were left out are scaled alike (`ProfileRecord.drift`), so
-    that none wins by its absence.
+    up before the first turn. If their speed drifts, times of programs that were left
+    out are scaled alike (`ProfileRecord.drift`), so that none wins by its absence.
 
     A race with the same programs, budget and turns comes from the store, since times
     compare only within one race. Failed programs are left out, and tried again only if
@@ -160,11 +159,9 @@ def race_programs(
     cached = jobs.keys() if len(records) == len(jobs) else ()
     if not cached:
         again = [one for one in programs if one.job.key.digest not in out]
-        is_warm = bool(looks) and all(one.identity in builder.built for one in again)
         with builder.in_flight as in_flight:
             outcomes = build_each(builder, again, in_flight)
-            how = in_flight, rounds, looks, is_warm
-            ran = _run_in_turn(builder, again, outcomes, *how)
+            ran = _run_in_turn(builder, again, outcomes, in_flight, rounds, looks)
         keep(list(ran.values()), builder.store)
         if time.monotonic() <= builder.end:  # Otherwise turns may be missing.
             mine.keep(ran)
@@ -179,7 +176,6 @@ def _run_in_turn(
     in_flight: InFlight,
     rounds: int,
     looks: Mapping[str, ProfileRecord],
-    is_warm: bool,
 ) -> dict[str, ProfileRecord]:
     """Runs the compiled programs in turn; returns records of all, by key."""
     ready = {d: one for d, one in outcomes.items() if isinstance(one, Built)}
@@ -199,8 +195,7 @@ def _run_in_turn(
             pool.start(race.programs[d].job.label, partial(race.compile_generators, d))
             for d in ready
         ]
-        if not is_warm:
-            race.warm_up()
+        race.warm_up()
         for one in made:
             one.result()
     race.take_looks(looks)

@@ -1,7 +1,5 @@
 """Races of deep programs: the best by prediction run whole."""
 
-from functools import partial
-
 import jax
 import numpy as np
 import pytest
@@ -64,18 +62,10 @@ def raced(monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize("threads", [1, 99])
-def test_the_best_race_and_the_leader_with_other_options(
-    plan, raced, threads, monkeypatch, tmp_path
-):
-    """Idle threads compile other options of the best, before it is known who leads."""
-    monkeypatch.setattr(building, "default_threads", lambda platform: threads)
-    plan = partial(plan, cache_dir=tmp_path)
+def test_the_best_race_and_the_leader_with_other_options(plan, raced):
     options = {"plain": {"xla_backend_optimization_level": "0"}}
     made = plan(compiler_options=options)
-    assert len(set(raced)) == 1
-    assert len(raced) <= (2 * MOST_RACED if threads > 1 else MOST_RACED + 1)
-    assert (len(raced) > MOST_RACED) or threads == 1
+    assert len(set(raced)) == 1 and len(raced) <= MOST_RACED + 1
     timed = [row.name for row in made.race if row.time_ms is not None]
     assert sum(name.endswith(", plain") for name in timed) == 1
     assert {*timed} & {*PRESETS}

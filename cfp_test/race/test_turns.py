@@ -16,7 +16,7 @@ from cfp.profiling.runner import measure
 from cfp.profiling.tasks import MeasureOptions
 from cfp.race import compile as building
 from cfp.race import turns as room
-from cfp.race.compile import Builder, compile_programs, keep_built
+from cfp.race.compile import Builder, compile_programs
 from cfp.race.programs import RaceProgram
 from cfp.race.turns import race_programs
 from cfp.search.guided import Candidate
@@ -438,45 +438,6 @@ def test_what_had_a_look_just_now_needs_none(raced, on_gpus, case, store):
     assert raced.turns == ["a", "c", "a", "c", "c", "a"], "the first warms devices up"
     assert [one.samples_ms for one in results] == [(10.0,) * 2, (10.8,), (10.1,) * 2]
     assert store.get(b.job.key.digest) == results[1].record
-
-
-def test_devices_are_warm_if_a_race_has_just_ended(raced, on_gpus, case, store):
-    """Unless something is compiled first; its programs are not compiled again."""
-    a, b = (entrant(case, name) for name in "ab")
-    look = ProfileRecord(key="of another race", parts=(), status="ok", samples_ms=(9,))
-    where = {"program": case.program, "mesh": case.mesh, "store": store}
-    built = {}
-    compile_programs(Builder(**where, built=built), [a, b])
-    assert len(built) == 2
-    times = {"a": 10.0, "b": 10.8}
-    how = {"programs": [a, b], "looks": {a.identity: look}}
-    raced("", 4, times.get, **how, built=built)
-    assert raced.turns == ["b", "a", "a"], "b has a look, and is far behind"
-    raced.turns.clear()
-    del built[b.identity]
-    raced("", 3, times.get, **how, built=built)
-    assert raced.turns[0] == "a", "the first warms devices up"
-
-
-def test_idle_threads_compile_what_may_be_next(case, store, monkeypatch):
-    """As many as are idle, where something is compiled at all."""
-    a, b, c, d, e = (entrant(case, name) for name in "abcde")
-    monkeypatch.setattr(building, "default_threads", lambda platform: 4)
-    builder = Builder(program=case.program, mesh=case.mesh, store=store)
-    asked = []
-
-    def more(idle):
-        asked.append(idle)
-        return [c, d, e][:idle]
-
-    results = compile_programs(builder, [a, b], more)
-    assert [one.name for one in results] == ["a", "b"] and asked == [2]
-    assert {*builder.built} == {one.identity for one in (a, b, c, d)}
-    for one in (a, b):
-        keep_built(store, one, builder.built[one.identity])
-    builder.built.clear()
-    compile_programs(builder, [a, b], more)
-    assert asked == [2] and not builder.built, "all is known"
 
 
 def test_a_program_that_races_alone_on_cpus_has_one_turn(raced):

@@ -15,11 +15,11 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Frame
 from cfp.analysis.presets import presets
 from cfp.context import PlannerSettings, open_context
 from cfp.errors import CfpError
+from cfp.passes import Analyzed
 from cfp.plan.describe import compose_plan
 from cfp.plan.execute import resolved
 from cfp.plan.parts import Figures, check_arguments
@@ -29,7 +29,6 @@ from cfp.profiling.builder import Job
 from cfp.profiling.record import ProfileKey, environment_parts
 from cfp.profiling.tasks import Limits, Progress
 from cfp.program.read import other_program
-from cfp.program.step import FlatStep
 from cfp.race.programs import (
     TOO_LATE,
     RaceOutcome,
@@ -45,11 +44,8 @@ from cfp.view.words import OTHER_DEVICES, VERIFIED, WAS_DESCRIBED, basis_text
 
 def verify(
     plan: Plan,
-    analysis: Analysis,
-    step: FlatStep,
-    out_tree: Any,
+    analyzed: Analyzed,
     *,
-    mesh: Mesh,
     seconds: float = 60.0,
     cache_dir: str | Path | None = None,
     progress: Callable[[Progress | str], None] | None = None,
@@ -67,10 +63,12 @@ def verify(
         PlanMismatch: the plan is for another step.
         CfpError: neither the plan nor a preset runs.
     """
+    analysis, mesh = analyzed.analysis, analyzed.mesh
+    assert isinstance(mesh, Mesh), "programs run on its devices"
     program = analysis.frame.program
     environment = dict(environment_parts([*mesh.devices.flat]))
     if plan.fingerprint != program.fingerprint:
-        check_arguments(plan.arg_names, plan.arg_types, step)
+        check_arguments(plan.arg_names, plan.arg_types, analyzed.step)
         raise other_program(program, plan.outline, plan.environment, environment)
     where = (*environment.items(), ("race", "verified"))
     kind = plan.environment.get("device_kind", environment["device_kind"])
@@ -118,7 +116,7 @@ def verify(
         search=search,
         mesh=mesh,
     )
-    return made.bound_to(step, out_tree)
+    return made.bound_to(analyzed.step, analyzed.lowering.out_tree)
 
 
 def _content(program: RaceProgram) -> tuple[Any, ...]:

@@ -251,25 +251,20 @@ def find_on_ray(ctx: typer.Context) -> Fastest:
     options = ctx.params
     _cluster(options)
     shapes, _ = shapes_of(options)
+    given = SimpleNamespace(params=dict(options), args=list(ctx.args), obj=ctx.obj)
     return plan_on_ray(
-        partial(_find_there, dict(options), list(ctx.args), ctx.obj, os.getcwd()),
+        partial(_find_there, given, os.getcwd()),
         address=options["ray"],
         store=store_path(options["workdir"]),
         needs=(options["platform"], shapes[0]),
     )
 
 
-def _find_there(
-    params: dict[str, Any],
-    args: list[str],
-    obj: Any,
-    folder: str,
-    workdir: Path,
-) -> Fastest:
+def _find_there(given: SimpleNamespace, folder: str, workdir: Path) -> Fastest:
     # On a shared file system, relative file names then mean the same.
     if os.path.isdir(folder):
         os.chdir(folder)
-    given = SimpleNamespace(params=params | {"workdir": workdir}, args=args, obj=obj)
+    given.params["workdir"] = workdir
     found = find(given)
     return replace(found, plan=found.plan.as_in_file())
 

@@ -380,13 +380,9 @@ def verify(ctx: typer.Context, given: Any) -> Answer:
     with Display(given.quiet) as display:
         found, mesh = target_of(ctx, plan)
         plan = plan.on(mesh, other_devices=given.other_devices)
-        session = analyse(found, mesh, plan=plan)
         best = verify_plan(
             plan,
-            session.analysis,
-            session.step,
-            session.lowering.out_tree,
-            mesh=session.mesh,
+            analyse(found, mesh, plan=plan),
             seconds=given.seconds,
             cache_dir=given.workdir,
             progress=display.tell,

@@ -199,9 +199,7 @@ def whole_job(
     how = {"level": level, "options": dict(options or {})}
     chosen = json.dumps({"choice": asdict(choice), **how})
     layout, part = lay_out(frame, choice), whole(frame.program)
-    constrained = _constrain(
-        analysis, layout, part, choice.remat, choice.kernels, level
-    )
+    constrained = constraints_of(analysis, choice, level)
     job = _job(layout, part, constrained, environment, label)
     return replace(job, options=tuned, choice=chosen)
 

@@ -15,14 +15,14 @@ import pytest
 from jax.sharding import Mesh
 
 import cfp
-from cfp.analysis.analyze import analyze
 from cfp.analysis.storage import Storage
 from cfp.checking.verify import verified_data, verified_text, verify
 from cfp.context import DetailedSettings
 from cfp.errors import CfpError, MemoryBudgetError, PlanMismatch
+from cfp.passes import analyze_step
 from cfp.printable import format_bytes
 from cfp.program.step import flatten_step
-from cfp.program.trace import planning_mesh, trace
+from cfp.program.trace import planning_mesh
 from cfp.race.programs import TOO_LATE
 from cfp.settings import ConstraintLevel
 from cfp.targets import resolve
@@ -250,14 +250,12 @@ def test_without_hosts_and_devices_within_it_is_another_name(folder, text):
 @pytest.fixture(scope="module")
 def verified(ahead, folder, mesh):
     flat = flatten_step(step, arguments(), donate_argnums=0)
-    program, lowering = trace(flat, mesh)
-    analysis = analyze(program, (("x", 4),))
-    where = {"mesh": mesh, "cache_dir": folder}
-    return verify(ahead, analysis, flat, lowering.out_tree, **where), analysis, flat
+    analyzed = analyze_step(flat, mesh)
+    return verify(ahead, analyzed, cache_dir=folder), analyzed
 
 
 def test_on_arrival_the_plan_its_rivals_and_the_presets_are_timed(verified, ahead):
-    best, _, _ = verified
+    best, _ = verified
     names = [row.name for row in best.race]
     assert names[0] == ahead.winner and {"data_parallel", "fully_sharded"} <= {*names}
     data = verified_data(ahead, best)
@@ -266,15 +264,15 @@ def test_on_arrival_the_plan_its_rivals_and_the_presets_are_timed(verified, ahea
 
 
 def test_a_prediction_is_compared_with_times_of_devices_that_it_is_of(
-    verified, ahead, folder, mesh
+    verified, ahead, folder
 ):
-    best, analysis, flat = verified
+    best, analyzed = verified
     text = "\n".join(verified_text(ahead, best))
     assert verified_data(ahead, best)["off"] is None
     assert "not compared, since the prediction is for other devices" in text
     assert "off by" not in text
     made = replace(ahead, environment={**ahead.environment, "device_kind": "cpu"})
-    best = verify(made, analysis, flat, None, mesh=mesh, cache_dir=folder)
+    best = verify(made, analyzed, cache_dir=folder)
     off = made.predicted_ms / best.race[0].time_ms - 1
     assert verified_data(made, best)["off"] == pytest.approx(off)
     assert f"off by {off:+.1%}" in "\n".join(verified_text(made, best))
@@ -282,7 +280,7 @@ def test_a_prediction_is_compared_with_times_of_devices_that_it_is_of(
 
 @pytest.mark.parametrize("level", ConstraintLevel)
 def test_a_plan_does_not_race_itself_under_another_name(verified, mesh, folder, level):
-    _, analysis, flat = verified
+    _, analyzed = verified
     settings = DetailedSettings(race=False, constraint_levels=(level,))
     made = cfp.plan(
         step,
@@ -294,18 +292,18 @@ def test_a_plan_does_not_race_itself_under_another_name(verified, mesh, folder, 
         cache_dir=folder,
     )
     mine = replace(cfp.Plan.from_json(json.loads(made.to_json())), winner="mine")
-    found = verify(mine, analysis, flat, None, mesh=mesh, cache_dir=folder)
+    found = verify(mine, analyzed, cache_dir=folder)
     names = sorted(row.name for row in found.race)
     assert "mine" in names and "zero1" not in names and "fully_sharded" in names
     assert len({*names}) == len(names)
 
 
-def test_what_had_no_time_says_that_verifying_had_none(verified, ahead, mesh, tmp_path):
+def test_what_had_no_time_says_that_verifying_had_none(verified, ahead, tmp_path):
     """The times of planning are not this run's."""
-    _, analysis, flat = verified
+    _, analyzed = verified
     made = replace(ahead, search={"planning_seconds": 51.1, "race_cached": 1.0})
-    where = {"mesh": mesh, "cache_dir": tmp_path, "seconds": 0.0}
-    found = verify(made, analysis, flat, None, **where)
+    where = {"cache_dir": tmp_path, "seconds": 0.0}
+    found = verify(made, analyzed, **where)
     assert found.search.keys() >= {"planning_seconds", VERIFIED}
     assert "race_cached" not in found.search
     assert f"{found.measured_ms:.3f} ms per step, measured;" in headline(found)
@@ -370,10 +368,8 @@ def test_a_plan_of_another_jax_is_refused_before_its_program_is_read(ahead, mesh
     assert other.on(mesh, other_devices=True).mesh is mesh
 
 
-def test_on_other_devices_no_run_is_given_up(
-    verified, ahead, mesh, tmp_path, monkeypatch
-):
-    _, analysis, flat = verified
+def test_on_other_devices_no_run_is_given_up(verified, ahead, tmp_path, monkeypatch):
+    _, analyzed = verified
     limits = []
 
     def race(builder, programs, rounds):
@@ -384,12 +380,12 @@ def test_on_other_devices_no_run_is_given_up(
     here = {**ahead.environment, "device_kind": "cpu"}
     for made in (ahead, replace(ahead, environment=here)):
         with pytest.raises(CfpError, match="seen"):
-            verify(made, analysis, flat, None, mesh=mesh, cache_dir=tmp_path)
+            verify(made, analyzed, cache_dir=tmp_path)
     assert limits == [float("inf"), 60.0]
 
 
-def test_another_step_has_one_clear_message(verified, ahead, mesh):
-    _, analysis, flat = verified
+def test_another_step_has_one_clear_message(verified, ahead):
+    _, analyzed = verified
     other = replace(ahead, fingerprint="0" * 64)
     with pytest.raises(PlanMismatch, match="not the one that was planned"):
-        verify(other, analysis, flat, None, mesh=mesh)
+        verify(other, analyzed)

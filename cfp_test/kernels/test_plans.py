@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 import cfp
-from cfp.analysis.analyze import analyze
 from cfp.analysis.presets import presets
 from cfp.checking.check import Check, both_sides
 from cfp.checking.verify import verify
@@ -21,7 +20,6 @@ from cfp.kernels.problem import AttentionProblem
 from cfp.passes import analyze_step, measured_rates
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
-from cfp.program.trace import trace
 from cfp.race.programs import RaceOutcome
 from cfp.search.guided import Candidate, Solution
 from cfp.settings import Replacing
@@ -120,11 +118,8 @@ def test_a_file_is_verified_with_its_kernels(planned, mesh, tmp_path):
     plan, _ = planned
     plan.save(tmp_path / "plan.json")
     loaded = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
-    flat = flatten_step(step, arguments())
-    program, lowering = trace(flat, mesh)
-    analysis = analyze(program, (("x", 4),))
-    where = {"mesh": mesh, "cache_dir": tmp_path, "seconds": 0.0}
-    found = verify(loaded, analysis, flat, lowering.out_tree, **where)
+    analyzed = analyze_step(flatten_step(step, arguments()), mesh)
+    found = verify(loaded, analyzed, cache_dir=tmp_path, seconds=0.0)
     [own] = (row for row in found.race if row.time_ms is not None)
     assert own.name == plan.winner
     assert own.peak_bytes == plan.peak_bytes

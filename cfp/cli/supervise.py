@@ -124,8 +124,8 @@ def _attend(child: int, store: ProfileStore) -> int | None:
         return exit_code
     how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
     cause = "crashed", f"the process ended {how}"
-    is_unknown = is_overdue or -code in _SENT_BY_OTHERS
-    if not settle(store, child, None if is_unknown else cause):
+    of_others = (*_SENT_BY_OTHERS, *([signal.SIGABRT] if is_asked() else ()))
+    if not settle(store, child, None if is_overdue or -code in of_others else cause):
         return exit_code  # No work was in progress: an ordinary end.
     if sys.stderr.isatty():  # Erases the child's live line, and shows the cursor.
         sys.stderr.write("\r\x1b[2K\x1b[?25h")

@@ -3,10 +3,12 @@
 import os
 import signal
 import subprocess
+import sys
 from functools import partial
 
 import pytest
 
+from cfp.cli import supervise
 from cfp.profiling import tasks
 from cfp.profiling.record import ProfileKey, ProfileRecord, utc_now
 from cfp.profiling.tasks import InFlight, Limits, forget, is_late, settle
@@ -43,6 +45,21 @@ def test_what_its_parent_knows_is_on_record_at_once(store, caplog):
     assert failures(store) == [("a", "crashed", reason)]
     assert at_work(store) == {}
     assert f"task a of train is left out: crashed: {reason}" in caplog.text
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_abort_of_one_of_several_processes_may_be_due_to_another(
+    store, monkeypatch, several
+):
+    monkeypatch.setenv("CFP_JOIN", str(int(several)))
+    child = subprocess.Popen([sys.executable, "-c", "import os; os.abort()"])
+    support.leave(store, mark("a"), owner=f"{child.pid}:1")
+    end = supervise._attend(child.pid, store)
+    child.wait()
+    assert end == (128 + signal.SIGABRT if several else None)
+    reason = "the process ended by SIGABRT while running it"
+    assert failures(store) == ([] if several else [("a", "crashed", reason)])
+    assert deaths(store) == ({"task a": 1} if several else {})
 
 
 def test_the_second_death_is_one_too_many(store):

@@ -9,8 +9,8 @@
 #
 # You need cfp ([installation](install.md)), and to know JAX a little. On a machine
 # without GPUs everything below runs on four virtual devices, in about a minute. Such
-# devices share one CPU, so that nothing becomes faster; what you see and type is the
-# same. This page is also [a notebook](tutorial/tutorial.ipynb) and [a
+# devices share one CPU, so that nothing becomes faster; what you see and type is
+# the same. With GPUs, use four. This page is also [a notebook](tutorial/tutorial.ipynb) and [a
 # program](tutorial/tutorial.py), to be run in the folder of [the
 # story](tutorial/mill.txt).
 
@@ -135,8 +135,8 @@ for number in (0, 20, 40, 60, 79):
 # `cfp.plan` takes the step, its arguments as arrays or as shapes, and a mesh. It
 # looks for the fastest sharding of the step that fits into the devices' memory, and
 # on GPUs times the best candidates. With all parameters on every device the step needs
-# 13 MiB on each. We give cfp a budget of 12 MiB, so that there is something to decide.
-# Planning takes some seconds here, most of it for compiling.
+# 13 MiB on each. On CPUs we give cfp a budget of 12 MiB, so that it has to save memory.
+# Planning takes some seconds on CPUs, most of it for compiling.
 
 # %%
 mesh = jax.make_mesh((len(devices),), ("x",), devices=devices)
@@ -160,9 +160,9 @@ print(plan)
 # - Time and memory of a step on each device, and the step's FLOPs. A plan
 #   for GPUs is measured. On virtual devices, whose times say nothing about GPUs,
 #   cfp chooses by estimates, and compiles the plan to see that it fits.
-# - *chosen* gives the reason for this plan, and the second candidate. On GPUs the presets
-#   (data parallel, ZeRO, fully sharded, tensor parallel and others) that may be fast
-#   enough race, too. A plan is never slower than a preset in its race.
+# - *chosen* gives the reason for this plan, and after a race the second candidate. On
+#   GPUs the presets (data parallel, ZeRO, fully sharded, tensor parallel and others) that
+#   may be fast enough race, too. So no preset of the race is more than 1 % faster.
 # - *segments* are the parts of the model: the two blocks are alike, and share one
 #   line. Each product is named by its weight, with the dim that axis `x` splits: the
 #   `rows` (the batch, so data parallelism), the `columns`, or the dim that is
@@ -173,7 +173,7 @@ print(plan)
 # - *worth by prediction* says how much longer the step would take without a kind of
 #   choice: here 0.167 ms without storing parameters in shards.
 #
-# The report, one HTML file for a browser, also shows all candidates that were tried
+# The report, one HTML file for a browser, also shows the strategies of each segment
 # ([how to read it](reading-plans.md)).
 
 # %%
@@ -183,7 +183,7 @@ plan.report("report.html")
 # ## Train on all of them
 #
 # `plan.apply` returns the same step, sharded. `plan.init` makes the state in the plan's
-# shardings, so that no device ever holds all of it. With both, the training loop above
+# shardings: here no device ever holds all of it. With both, the training loop above
 # has the same losses, up to rounding.
 
 # %%
@@ -215,10 +215,9 @@ with ocp.StandardCheckpointer() as checkpoints:
 #
 # The run was stopped. In a new process (in a notebook: restart the kernel) run the
 # definitions of model, step and batches again, all above `one_step`, and then go on here.
-# Nothing is planned. `bind` checks that the plan is for arguments like these, and the
-# first call checks that the plan is for this step. `apply` begins to load the
-# executable of planning. Meanwhile the checkpoint is restored, straight into the plan's
-# shardings. On two H100 the first step ended 3.4 s after the definitions.
+# Nothing is planned. `bind` checks that the plan is for arguments like these. The
+# checkpoint is restored straight into the plan's shardings. The first call checks that
+# the plan is for this step, and loads the executable that planning stored in the cache.
 
 # %%
 batch_shape = jax.ShapeDtypeStruct((rows, length + 1), np.int32)
@@ -260,7 +259,7 @@ print(f"step 59 on {half.size} devices: {on_half[-1]:.4f}, before: {resumed[19]:
 # %% [markdown]
 # ## What it has learned
 #
-# On any devices the state is a state of NNX: `nnx.merge` makes the model from it.
+# The trained state is an `nnx.State`, on any devices: `nnx.merge` makes the model from it.
 
 # %%
 writer, _ = nnx.merge(graph, jax.device_get(state))
@@ -274,14 +273,14 @@ story = "".join(characters[token] for token in written[length:])
 print(story[:60], story[60:], sep="\n")
 
 # %% [markdown]
-# Words will come with some thousand steps, if you have the patience.
+# It takes many more steps to write words.
 #
 # ## Where to go from here
 #
 # - In a program, one line is enough: `step =
 #   cfp.parallelize(train_step, plan="plan.json", donate_argnums=0)`. Without
-#   `plan`, the step is planned at its first call, and later runs find that plan
-#   in the cache.
+#   `plan`, each run plans the step at its first call, with the measurements in
+#   the cache.
 # - A learning rate may change under a plan. A batch of another size is another
 #   program: plan again. All cases: [keep a plan](keep-a-plan.md).
 # - On GPUs compute in bfloat16: then plans use faster kernels by themselves, such as

@@ -360,9 +360,7 @@ def open_context(
 
 
 def _defaults(
-    usual: PlatformDefaults,
-    settings: DetailedSettings,
-    mesh: Mesh | DescribedMesh,
+    usual: PlatformDefaults, settings: DetailedSettings, mesh: Mesh | DescribedMesh
 ) -> PlatformDefaults:
     """Combines a platform's defaults with the user's settings.
 

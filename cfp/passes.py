@@ -55,6 +55,7 @@ from cfp.race.programs import (
     RaceResult,
     leanest_of,
     less_memory,
+    like,
     named_candidates,
     programs_of,
     rematerialized,
@@ -154,8 +155,8 @@ def analyze_step(
         CfpError: the step cannot be traced, or the pins do not fit.
     """
     started = time.perf_counter()
-    axes = tuple(mesh.shape.items())
     where = mesh.abstract if isinstance(mesh, DescribedMesh) else planning_mesh(mesh)
+    axes = tuple(mesh.shape.items())
     devices = type(where), prod(mesh.shape.values())
     if devices in step.programs:
         program, lowering = step.programs[devices]
@@ -527,14 +528,27 @@ def _smallest(
     solution: Solution,
     results: Sequence[RaceResult],
 ) -> Solution | None:
-    """Returns the best by compiled sizes and the leanest; None if both are compiled."""
-    assert solution.problem is not None, "something was searched"
+    """Returns the leanest, of all and like the smallest program, and the best by sizes.
+
+    Returns None if all are compiled.
+    """
+    problem = solution.problem
+    assert problem is not None, "something was searched"
     done = [r.candidate for r in results if not r.skipped]
     known = {one.choice for one in done}
     plans, _ = _fitting_as_compiled(context, analysis, solution, known)
     tried = {(one.choice, one.level) for one in done}
     # The last plan is that of the largest ratio.
-    every = (*plans[-1:], leanest_of(analysis, solution.problem))
+    every = [*plans[-1:], leanest_of(analysis, problem)]
+    compiled = [one for one in results if one.peak_bytes]
+    if best := min(compiled, key=lambda one: one.peak_bytes, default=None):
+        name, kept = (
+            best.name.partition(",")[0],
+            like(analysis, problem, best.candidate.choice),
+        )
+        if kept is not None:
+            leaner = leanest_of(analysis, problem.among(kept))
+            every.append(replace(leaner, name=f"{name}, {leaner.name}"))
     found = [one for one in every if (one.choice, one.level) not in tried]
     return replace(solution, candidates=found, stage=Stage.SMALLEST) if found else None
 

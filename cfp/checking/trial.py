@@ -200,11 +200,7 @@ def _explained(check: bool) -> Iterator[None]:
 def _feedback(
     target: Target, step: FlatStep, plan: Plan, steps: int
 ) -> tuple[dict[int, int | None], dict[str, str]]:
-    """Finds state arguments; returns `Check.feedback` and `Trial.state`.
-
-    Raises:
-        CfpError: a donated argument has no successor, and there is a second step.
-    """
+    """Finds state arguments; returns `Check.feedback` and `Trial.state`."""
     positions = (i for i in range(len(target.args)) if i not in target.static)
     every = dict(zip(positions, arguments_of(step.in_tree), strict=True))
     donated = {

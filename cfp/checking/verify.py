@@ -29,13 +29,7 @@ from cfp.profiling.builder import Job
 from cfp.profiling.record import ProfileKey, environment_parts
 from cfp.profiling.tasks import Limits, Progress
 from cfp.program.read import other_program
-from cfp.race.programs import (
-    TOO_LATE,
-    RaceOutcome,
-    RaceProgram,
-    programs_of,
-    race_row,
-)
+from cfp.race.programs import TOO_LATE, RaceOutcome, RaceProgram, programs_of, race_row
 from cfp.race.race import Race
 from cfp.race.turns import race_programs
 from cfp.search.guided import Candidate, Solution
@@ -125,11 +119,7 @@ def _content(program: RaceProgram) -> tuple[Any, ...]:
 
 
 def _job_under(plan: Plan, job: Job, frame: Frame, mesh: Mesh) -> Job:
-    """Replaces a job's shardings and constraints by a plan's.
-
-    Raises:
-        PlanMismatch: a kernel of the plan cannot compute its part.
-    """
+    """Replaces a job's shardings and constraints by a plan's."""
     argument = dict(zip(frame.program.args, plan.arg_specs, strict=True))
     output = dict(zip(frame.program.outputs, plan.output_specs, strict=True))
     digest = hashlib.sha256(plan.as_in_file().to_json().encode()).hexdigest()

@@ -173,11 +173,7 @@ _VIRTUAL = "cpu, with as many virtual devices as needed, or cuda; "
 def _setting(
     of: Any, name: str, kind: Any, under: str | None = MEASURING, **how: Any
 ) -> Option:
-    """Makes a setting's option, with help and a number's default from the settings.
-
-    Args:
-        of: settings object; its class's docstring describes the setting.
-    """
+    """Makes a setting's option, with help and default from the settings object `of`."""
     text = re.search(rf" {name}: (.*?\.)\s", inspect.getdoc(of) or "", re.DOTALL)
     usual = getattr(of, name)
     default = usual if "min" in how and isfinite(usual) else None
@@ -269,10 +265,7 @@ OPTIONS: Mapping[str, Option] = {
         metavar="DIR",
     ),
     "as_json": Option(
-        bool,
-        "Print one JSON document, and nothing else.",
-        "--json",
-        under=OUTPUT,
+        bool, "Print one JSON document, and nothing else.", "--json", under=OUTPUT
     ),
     "other_devices": Option(
         bool, "Try the plan on devices of another kind, or under another JAX, too."
@@ -421,9 +414,7 @@ def is_given(ctx: typer.Context, name: str) -> bool:
 
 
 def mode_of(
-    ctx: typer.Context,
-    modes: Mapping[str, Collection[str]],
-    parts: Mapping[str, str],
+    ctx: typer.Context, modes: Mapping[str, Collection[str]], parts: Mapping[str, str]
 ) -> str | None:
     """Returns the name of the given parameter that selects a mode; None without one.
 

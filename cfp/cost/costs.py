@@ -486,11 +486,7 @@ def estimate_segment(
 def _numbered(
     terms: Terms, block: int, among: Set[Strategy] | None
 ) -> tuple[tuple[Strategy, ...], dict[Strategy, int]]:
-    """Numbers a block's allowed strategies; those with equal shardings share a number.
-
-    Returns:
-        The first strategy of each number, and the number of each strategy.
-    """
+    """Returns the first strategy of each distinct sharding, and each one's number."""
     frame, firsts, numbers = terms.frame, dict[Hashable, Strategy](), {}
     for strategy in block_strategies(frame.program, frame.blocks[block], frame.mesh):
         if among is not None and strategy not in among:

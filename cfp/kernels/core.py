@@ -18,15 +18,7 @@ import numpy as np
 
 from cfp.analysis.contractions import UnionFind
 from cfp.kernels.functions import Letters
-from cfp.kernels.region import (
-    FLOATS,
-    LARGEST,
-    VIEWS,
-    Node,
-    Region,
-    contractions,
-    where,
-)
+from cfp.kernels.region import FLOATS, LARGEST, VIEWS, Node, Region, contractions, where
 from cfp.program.graph import Op, numpy_dtype, reached
 from cfp.program.replace import Different, Use
 from cfp.program.rules import Dims

@@ -23,17 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from cfp.kernels.core import (
-    KEYS,
-    OPS,
-    ORDER,
-    Arg,
-    Core,
-    Key,
-    Step,
-    Tensor,
-    contracted,
-)
+from cfp.kernels.core import KEYS, OPS, ORDER, Arg, Core, Key, Step, Tensor, contracted
 from cfp.kernels.functions import (
     BIAS,
     LENGTHS,
@@ -497,11 +487,7 @@ class Reader:
     def _window(
         self, reads: Sequence[tuple[int, Letters]], states: set[States]
     ) -> tuple[Window | None, bool]:
-        """(causal, left) of constant masks, or None; True if all queries see a key.
-
-        Args:
-            states: combinations of the masks' states that show a key.
-        """
+        """(causal, left) of constant masks, or None; True if all queries see a key."""
         if not reads:
             return (False, None), True
         if states in ({(0.0,)}, {(1.0,)}):

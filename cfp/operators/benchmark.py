@@ -206,12 +206,7 @@ def _repeater(compiled: Any, args: Any) -> Callable[[int], None]:
 
 
 def bound_ms(
-    operator: Operator,
-    shape: Shape,
-    dtype: str,
-    device: DeviceKind,
-    *,
-    backward: bool,
+    operator: Operator, shape: Shape, dtype: str, device: DeviceKind, *, backward: bool
 ) -> float:
     """Lower bound of a pass in ms, by nominal rates; `backward` includes forward."""
     flops = operator.flops(shape.dims) * (3 if backward else 1)

@@ -504,11 +504,7 @@ def block_moves(
 
 
 def _op_moves(layout: Layout, op: Op, done: set[tuple]) -> Iterator[_Move]:
-    """Lists an op's collectives: they reshard its operands or reduce its results.
-
-    Args:
-        done: resharded (value, sharding) pairs, which count once; extended here.
-    """
+    """Lists an op's collectives; `done`, extended here, has (value, sharding) pairs."""
     frame = layout.frame
     partial = layout.unreduced(op)
     for index, v in enumerate(op.results):

@@ -168,9 +168,7 @@ MeshAxes = Annotated[
     tuple[_Axis, ...], Field(max_length=_MOST_AXES), AfterValidator(_is_mesh)
 ]
 SpecOnMesh = Annotated[
-    tuple[tuple[str, ...], ...],
-    Field(max_length=_MOST_DIMS),
-    AfterValidator(_on_mesh),
+    tuple[tuple[str, ...], ...], Field(max_length=_MOST_DIMS), AfterValidator(_on_mesh)
 ]
 Types = Annotated[
     tuple[Annotated[str, matching(_TYPE, "a type such as float32[8,16]")], ...],

@@ -211,9 +211,7 @@ def build_here(
 
 
 def build_lowered(
-    key: ProfileKey,
-    lower: Callable[[], jax.stages.Lowered],
-    options: Mapping[str, str],
+    key: ProfileKey, lower: Callable[[], jax.stages.Lowered], options: Mapping[str, str]
 ) -> Built | ProfileRecord:
     """Lowers and compiles a program; returns the record of a failure if that fails."""
     started = time.perf_counter()

@@ -33,11 +33,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from cfp.errors import CfpError
 from cfp.printable import mesh_text
-from cfp.profiling.builder import (
-    Built,
-    build_everywhere,
-    build_lowered,
-)
+from cfp.profiling.builder import Built, build_everywhere, build_lowered
 from cfp.profiling.coordination import is_shared
 from cfp.profiling.inputs import InputKind, generator
 from cfp.profiling.jobs import run_jobs

@@ -214,11 +214,7 @@ class Coordination:
         self.channel.put(f"{self._folder}/{place}", text)
 
     def _read(self, place: str, other: int, failure: str = "") -> Any:
-        """Waits for another process's message; after a failure here, only shortly.
-
-        Raises:
-            ProcessError: another process has failed, or does not answer in time.
-        """
+        """Waits for another process's message; after a failure here, only shortly."""
         most = self.after_failure if failure else self.timeout_seconds
         end = time.monotonic() + most
         while (

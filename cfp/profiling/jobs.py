@@ -21,14 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import (
-    Callable,
-    Collection,
-    Hashable,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,12 +29,7 @@ from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
-from cfp.profiling.builder import (
-    BuildEnvironment,
-    Built,
-    CompilePool,
-    Job,
-)
+from cfp.profiling.builder import BuildEnvironment, Built, CompilePool, Job
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import Place, place_of_parts
 from cfp.profiling.store import ProfileStore

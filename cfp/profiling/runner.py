@@ -36,12 +36,7 @@ from cfp.profiling.builder import (
     reason_of,
 )
 from cfp.profiling.coordination import is_shared, leading
-from cfp.profiling.inputs import (
-    InputKind,
-    generator,
-    input_kinds,
-    make_inputs,
-)
+from cfp.profiling.inputs import InputKind, generator, input_kinds, make_inputs
 from cfp.profiling.record import ProfileRecord
 from cfp.program.graph import Program
 
@@ -395,9 +390,7 @@ def execute_here(
     finally:
         loop.free()
     return built.record(
-        "ok",
-        samples_ms=samples_ms,
-        run_seconds=time.perf_counter() - started,
+        "ok", samples_ms=samples_ms, run_seconds=time.perf_counter() - started
     )
 
 

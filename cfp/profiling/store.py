@@ -21,12 +21,7 @@ from typing import Any
 
 from cfp.errors import CfpError
 from cfp.printable import printable
-from cfp.profiling.files import (
-    cache_dir,
-    locked,
-    make_private,
-    make_private_folder,
-)
+from cfp.profiling.files import cache_dir, locked, make_private, make_private_folder
 from cfp.profiling.record import ProfileKey, ProfileRecord, refused_option
 
 STORE_NAME = "profiles.sqlite"

@@ -46,10 +46,7 @@ from typing import Any
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.context import MemoryBudget
-from cfp.cost.memory import (
-    can_rematerialize,
-    result_bytes,
-)
+from cfp.cost.memory import can_rematerialize, result_bytes
 from cfp.errors import CfpError, MemoryBudgetError
 from cfp.printable import format_bytes
 from cfp.profiling.record import MEMORY_SHARE, CompiledBytes
@@ -431,14 +428,12 @@ def no_winner(
         return CfpError(f"No plan ran on the devices. {reasons}")
     best = min(compiled, key=lambda r: r.peak_bytes)
     needed = best.peak_bytes + reserve_bytes
-    programs = len({r.record.key for r in compiled if r.record is not None})
-    smallest = f"Of {programs} compiled plans the smallest, {best.name},"
     most = (budget_bytes or 0) + reserve_bytes
     first = (
-        f"{smallest if programs > 1 else f'The plan {best.name!r}, compiled,'} needs "
-        f"{format_bytes(needed, up=True)} on each device, "
-        f"{format_bytes(needed - most, up=True)} more than the budget of "
-        f"{format_bytes(most)}."
+        f"The smallest plan found, {best.name!r}, needs "
+        f"{format_bytes(needed, up=True)} on each device, and the budget is "
+        f"{format_bytes(most)}. A budget of {format_bytes(needed, up=True)} fits, and "
+        "a smaller one may."
     )
     size = best.size
     use = {
@@ -459,8 +454,7 @@ def no_winner(
 
 
 def least_short(
-    errors: Mapping[str, MemoryBudgetError],
-    late: Sequence[str] = (),
+    errors: Mapping[str, MemoryBudgetError], late: Sequence[str] = ()
 ) -> MemoryBudgetError:
     """Returns the error of the variant (of a step) that needs the least memory.
 
@@ -495,14 +489,7 @@ def _error(
     use: Mapping[str, int],
     choice: Choice,
 ) -> MemoryBudgetError:
-    """Makes the error with all lines of its message.
-
-    Args:
-        first: first line.
-        needed_bytes: memory of the leanest program per device.
-        use: ``{name: bytes}``, the parts of `needed_bytes`.
-        choice: the leanest program's choice.
-    """
+    """Makes the error; `use` has the parts of the leanest program's memory by name."""
     parts = sorted(
         ((name, size) for name, size in use.items() if size > 0), key=lambda p: -p[1]
     )
@@ -515,8 +502,8 @@ def _error(
     if uses:
         lines.append(f"That memory is for: {', '.join(uses)}.")
     large = {name for name, size in parts if size >= _WORTH_A_REMEDY * needed_bytes}
-    advice = f"Raise the budget to {format_bytes(needed_bytes, up=True)}"
-    lines.append(advice + _advice(analysis, choice, [n for n, _ in parts], large))
+    advice = _advice(analysis, choice, [n for n, _ in parts], large)
+    lines.append(f"Raise the budget{advice}")
     return MemoryBudgetError(
         "\n  ".join(lines), smallest_feasible_bytes=needed_bytes, contributors=parts
     )

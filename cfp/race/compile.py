@@ -34,11 +34,7 @@ from cfp.kernels.kinds import known_kernels
 from cfp.printable import waiting_text
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build, default_threads
 from cfp.profiling.jobs import build_all
-from cfp.profiling.record import (
-    ProfileKey,
-    ProfileRecord,
-    refused_option,
-)
+from cfp.profiling.record import ProfileKey, ProfileRecord, refused_option
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import InFlight, MeasureOptions, settle
 from cfp.program.graph import Program
@@ -207,7 +203,7 @@ def build_each(
     def tell(job: Job, number: int, left: int, seconds: float) -> None:
         if not seconds:
             which = f", {next(over)} of {len(jobs)}" if len(jobs) > 1 else ""
-            builder.options.tell(f"compiling {job.label}{which}")
+            builder.options.tell(f"compiling {job.label!r}{which}")
         elif left == 1:
             builder.options.tell(waiting_text(job.label, seconds))
 
@@ -460,11 +456,7 @@ def _apart_from_choice(parts: tuple[tuple[str, str], ...]) -> dict[str, str]:
 def _read(
     analysis: Analysis, options: Sequence[Sequence[Strategy]], record: ProfileRecord
 ) -> Candidate | None:
-    """Reads a record's candidate; None if it does not suit this program or version.
-
-    Args:
-        options: ``[block]`` strategies.
-    """
+    """Reads a record's candidate; None if it does not suit this program or version."""
     try:
         kept = _Kept.model_validate_json(record.choice)
     except ValidationError:

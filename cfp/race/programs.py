@@ -130,20 +130,31 @@ def rematerialized(
     """
     problem, found = problems[0], dict[str, Choice]()
     for name, choice in presets.items():
-        if (picks := picks_of(analysis, problem, choice)) is None:
+        if (kept := like(analysis, problem, choice)) is None:
             continue
-        picked = zip(problem.kinds, picks, strict=True)
-        own = {k: problem.options[k][pick].candidate.plain for k, pick in picked}
-        kept = [
-            [i for i, o in enumerate(options) if o.candidate.plain == own[kind]]
-            for kind, options in enumerate(problem.options)
-        ]
         solved = (solve(one.among(kept)) for one in problems)
         if (best := next(filter(None, solved), None)) is not None:
             again = whole_choice(analysis, problem, best)
             if again.remat:
                 found[f"{name}, rematerialized"] = again
     return found
+
+
+def like(
+    analysis: Analysis, problem: Problem, choice: Choice
+) -> list[list[int]] | None:
+    """Returns ``[kind]`` options that equal a choice's, rematerialized or not.
+
+    Returns None if a part of the choice is no option.
+    """
+    if (picks := picks_of(analysis, problem, choice)) is None:
+        return None
+    picked = zip(problem.kinds, picks, strict=True)
+    own = {k: problem.options[k][pick].candidate.plain for k, pick in picked}
+    return [
+        [i for i, option in enumerate(row) if option.candidate.plain == own[kind]]
+        for kind, row in enumerate(problem.options)
+    ]
 
 
 def with_kernels(
@@ -320,9 +331,7 @@ def fits(size: CompiledBytes, budget_bytes: int | None) -> bool:
 
 
 def programs_of(
-    analysis: Analysis,
-    candidates: Sequence[Candidate],
-    environment: Parts,
+    analysis: Analysis, candidates: Sequence[Candidate], environment: Parts
 ) -> list[RaceProgram]:
     """Makes the programs of candidates, in order."""
 

@@ -85,7 +85,7 @@ def time_flags(builder: Builder, best: RaceResult) -> tuple[tuple[str, float], .
         key = ProfileKey((*one.job.key.parts, ("flag", text)))
         record = builder.store.get(key.digest)
         if record is None and built is not None and time.monotonic() < builder.end:
-            builder.options.tell(f"timing {one.name} with {text}")
+            builder.options.tell(f"timing {one.name!r} with {text}")
             with builder.in_flight as at, at.doing(key, text, "run", best.time_ms):
                 made = replace(built, key=key)
                 record = run(made, one.job, program, builder.devices)
@@ -336,7 +336,9 @@ class _Turns:
 
     def _time(self, digest: str, timing: TimingOptions, doing: str) -> ProfileRecord:
         """Times a program and reports it; `doing` names the look or turn."""
-        self.builder.options.tell(f"timing {self.programs[digest].job.label}, {doing}")
+        self.builder.options.tell(
+            f"timing {self.programs[digest].job.label!r}, {doing}"
+        )
         return self._run(digest, timing)
 
     def _run(self, digest: str, timing: TimingOptions) -> ProfileRecord:
@@ -352,11 +354,7 @@ class _Turns:
 
 
 def _timing(platform: str, fastest_ms: float | None) -> TimingOptions:
-    """Returns the timing of a look (`fastest_ms` is None) or a turn.
-
-    Args:
-        fastest_ms: time of the fastest program's step.
-    """
+    """Returns the timing of a turn, or of a look (`fastest_ms` is None)."""
     if platform == "cpu":
         return _ON_CPUS
     if fastest_ms is None:

@@ -286,11 +286,7 @@ def estimate_options(
                 found += expected(kind, True)
         problem = build_problem(costs, options, budget_bytes)
     return Profiles(
-        presets=presets,
-        costs=costs,
-        memory_bound=tight,
-        problem=problem,
-        replacing=one,
+        presets=presets, costs=costs, memory_bound=tight, problem=problem, replacing=one
     )
 
 
@@ -298,9 +294,7 @@ def estimate_options(
 
 
 def build_problem(
-    costs: Costs,
-    options: Sequence[Sequence[Option]],
-    budget_bytes: int | None,
+    costs: Costs, options: Sequence[Sequence[Option]], budget_bytes: int | None
 ) -> Problem:
     """Makes the search problem over ``[kind]`` options of segments."""
     analysis = costs.analysis

@@ -136,3 +136,30 @@ def test_the_last_resort_is_named_like_no_candidate(found, monkeypatch):
     first, *_ = smallest.candidates
     assert first.name == "planned, less memory 3"
     assert first.choice == choice
+
+
+def test_where_nothing_fits_the_smallest_is_tried_with_less_memory(monkeypatch):
+    """A tighter budget would find that program, and name it as the smallest."""
+    analysis, estimates = estimated(*PROGRAMS["conditioned_layers"]()[:2], SQUARE)
+    choice = presets(analysis.frame)["zero1"]
+    problem = estimate_options(
+        estimates,
+        {"zero1": choice},
+        Costs(analysis, rates_of(SQUARE)),
+        per_kind=2,
+        budget_bytes=1000,
+        replacing=Replacing(),
+    ).problem
+    assert problem is not None
+    monkeypatch.setattr("cfp.passes.compiled_before", lambda *_: {})
+    first = Candidate("zero1", choice)
+    done: Any = SimpleNamespace(
+        candidate=first, name="zero1, no limit", skipped="", peak_bytes=9
+    )
+    context: Any = SimpleNamespace(environment=())
+    solution = Solution([first], problem=problem)
+    smallest = _smallest(context, analysis, solution, [done])
+    assert smallest is not None
+    *_, last = smallest.candidates
+    assert last.name == "zero1, leanest" and last.choice.remat
+    assert (last.choice.blocks, last.choice.storage) == (choice.blocks, choice.storage)

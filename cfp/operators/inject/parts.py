@@ -72,11 +72,7 @@ def _dense(parameters: Any, x: Array, dtype: Any) -> tuple[Array, Array]:
 
 
 def _turned(parameters: Any, first: str, hidden: int) -> dict[str, Any]:
-    """Returns parameters with kernels [in, out]; transposes [out, in] of HF's GPT-2.
-
-    Raises:
-        Refused: the first layer's kernel is square, so its layout is unknown.
-    """
+    """Returns parameters with kernels [in, out]; transposes [out, in] of HF's GPT-2."""
     rows, columns = parameters[first]["kernel"].shape
     if rows == columns:
         raise Refused("has a square kernel: [in, out] and [out, in] look alike")

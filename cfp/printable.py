@@ -189,7 +189,7 @@ def format_flops(flops: float) -> str:
 
 def waiting_text(label: str, seconds: float) -> str:
     """Progress text while one last program compiles; `label` names the program."""
-    return f"waiting for 1 program to compile, {clock_text(seconds)} so far: {label}"
+    return f"waiting for 1 program to compile, {clock_text(seconds)} so far: {label!r}"
 
 
 def clock_text(seconds: float) -> str:

@@ -12,12 +12,13 @@ from cfp.plan.parts import MoveFigure, PlanRow, PlanSegment, roles_text
 from cfp.plan.plan import Plan
 from cfp.printable import counted, format_bytes, merged_name, span_text
 from cfp.profiling.runner import interquartile_range
-from cfp.race.programs import RaceRow
+from cfp.race.programs import NOT_RUN, TOO_LARGE, RaceRow
 from cfp.settings import ALIKE
 from cfp.view import words
 from cfp.view.console import Rows, row_of
 
 _SIZE = re.compile(r" [\d.]+ (B|[KMG]iB)")
+_MARK = "~"  # Of estimated memory.
 # Least number of samples to show their spread.
 _SPREAD_SAMPLES = 4
 
@@ -302,11 +303,12 @@ def race_rows(plan: Plan) -> Rows:
         if row.time_ms is not None and len(row.samples_ms) >= _SPREAD_SAMPLES:
             spread = f"{interquartile_range(row.samples_ms) / 2:.2g}"
         bar = row.predicted_ms if row.time_ms is None else row.time_ms
+        mark = _MARK * (row.note in (NOT_RUN, TOO_LARGE))  # Not compiled.
         rows.append(
             row_of(
                 *("*" if one.won else "", row.name, ms_text(row.predicted_ms)),
                 *(ms_text(row.time_ms), spread),
-                format_bytes(row.peak_bytes) if row.peak_bytes else "-",
+                f"{mark}{format_bytes(row.peak_bytes)}" if row.peak_bytes else "-",
                 row.rung if has_rungs else "",
                 "" if shared else row.note or same * bool(one.others),
                 won=one.won,
@@ -319,6 +321,8 @@ def race_rows(plan: Plan) -> Rows:
     kind = "variant" if any(row.note for row in hidden) else "slower variant"
     more = f"and {counted(len(hidden), kind, f'{kind}s')} of these"
     below = [f"Each: {shared}"] * bool(shared) + [more] * bool(hidden)
+    if any(cell.startswith(_MARK) for row in rows for cell in row.cells):
+        below.append(f"{_MARK} memory by estimate; other memory is the compiler's.")
     title = {"measured": "Predictions", "estimated": "Estimates"}[plan.rung]
     return Rows(
         title="Race" if words.has_raced(plan) else title,
@@ -385,10 +389,7 @@ def more_rows(plan: Plan) -> Iterator[Rows]:
         title="Arguments",
         headings=("path", "tensor", "donated"),
         rows=[
-            row_of(
-                *(path, words.tensor_text(kind, spec)),
-                "yes" if donated else "no",
-            )
+            row_of(*(path, words.tensor_text(kind, spec)), "yes" if donated else "no")
             for path, kind, spec, donated in arguments
         ],
     )

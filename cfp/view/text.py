@@ -61,9 +61,10 @@ def short_text(plan: Plan) -> str:
     lines += [f"{rates}"] if (rates := throughput(plan)) is not None else []
     lines.append(f"chosen: {chosen_text(plan)}")
     segments = segments_of(plan)
-    lines += map(_segment_text, segments[:_MOST_SEGMENTS])
-    if (more := len(segments) - _MOST_SEGMENTS) > 0:
-        lines.append(f"and {counted(more, 'other segment', 'other segments')}")
+    most = _MOST_SEGMENTS + (len(segments) == _MOST_SEGMENTS + 1)  # No line for one.
+    lines += map(_segment_text, segments[:most])
+    if (more := len(segments) - most) > 0:
+        lines.append(f"and {more} other segments")
     sharded = sum(map(any, plan.arg_specs))
     verb = "is" if sharded == 1 else "are"
     lines.append(f"arguments: {sharded} of {len(plan.arg_specs)} {verb} sharded")

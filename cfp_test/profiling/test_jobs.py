@@ -460,3 +460,4 @@ def test_the_last_compile_says_that_it_alone_is_awaited(compiled, store, monkeyp
     assert found.measured == 3 and is_told.is_set()
     text = progress_text(next(e for e in told if e.awaited == 1 and "c" in e.label))
     assert "waiting for 1 program to compile, 0:0" in text
+    assert text.count("'") == 2, "the name is quoted"

@@ -163,3 +163,15 @@ def test_a_page_has_the_tables_race(name):
 
 def test_explanations_have_each_of_an_optimizers_blocks():
     assert explain_text(TABLES["an optimizer's blocks"][0]).count("select_n") == 3
+
+
+def test_estimated_memory_is_marked_beside_compiled_memory():
+    planned, other = (replace(one, peak_bytes=2**20) for one in ESTIMATES)
+    planned = replace(planned, note="compiled, not run")
+    for text in map(show_once, (plan_text, page_html), [estimated(planned, other)] * 2):
+        assert text.count("~1.00 MiB") == 1 and " 1.00 MiB" in text
+        assert "~ memory by estimate; other memory is the compiler's." in text
+
+
+def show_once(show, plan):
+    return " ".join(re.sub(r"<[^>]+>", " ", show(plan)).replace("&#39;", "'").split())

@@ -69,7 +69,7 @@ def folder(tmp_path_factory):
     """A folder after all parts of the guide have run there, one after another."""
     path = tmp_path_factory.mktemp("kept")
     first, *rest = BLOCKS
-    assert first.startswith("# train.py\n") and len(rest) == 5
+    assert first.startswith("# train.py\n") and len(rest) == 6
     (path / "train.py").write_text(first)
     for block in rest:
         run(block, path)
@@ -78,7 +78,7 @@ def folder(tmp_path_factory):
 
 def test_every_part_of_the_guide_runs(folder):
     names = {path.name for path in folder.iterdir()}
-    assert names >= {"plan.json", "checkpoint"}
+    assert names >= {"plan.json", "nnx.json", "checkpoint"}
 
 
 @pytest.fixture(scope="module")

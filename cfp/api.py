@@ -36,7 +36,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from cfp.context import DetailedSettings, PlanContext, PlannerSettings, dimensions_of
 from cfp.cost.described import DescribedMesh
-from cfp.errors import CfpError, warn
+from cfp.errors import CfpError, brief, warn
 from cfp.passes import (
     Analyzed,
     Pins,
@@ -110,6 +110,7 @@ def race_until_fit(
     return complete_plan(context, analyzed, outcome)
 
 
+@brief
 def plan(
     fn: Callable[..., Any],
     *args: Any,

@@ -11,11 +11,16 @@ import inspect
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from difflib import get_close_matches
+from functools import wraps
 from operator import itemgetter
 from pathlib import Path, PurePath
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _OWN = Path(__file__).resolve().parent
 _STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
@@ -23,7 +28,7 @@ _STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 _INSTALLED = {"site-packages", "dist-packages"}
 
 _MOST_SUMMARY = 200  # characters
-_MOST_NAMES = 24
+_MOST_NAMES, _FEW_NAMES = 24, 5  # All names of a list; else the first.
 
 
 def known_names(
@@ -42,8 +47,9 @@ def known_names(
         by_plain[one] for one in get_close_matches(_plain(name), by_plain, 1, 0.5)
     ]
     names = [*by_plain.values()]
-    more = f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
-    listed = f"There are: {', '.join(names[:_MOST_NAMES]) or 'none'}{more}."
+    first = names if len(names) <= _MOST_NAMES else names[:_FEW_NAMES]
+    more = f" and {len(names) - len(first)} more" * (len(names) > len(first))
+    listed = f"There are: {', '.join(first) or 'none'}{more}."
     return f"Did you mean {near[0]!r}? {listed}" if near else listed
 
 
@@ -92,6 +98,19 @@ def summary_of(error: BaseException) -> str:
 
 class CfpError(Exception):
     """Base of all errors that a user can mend; the text names cause and remedy."""
+
+
+def brief(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Wraps a function: tracebacks of its `CfpError` s end with its caller's frames."""
+
+    @wraps(fn)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return fn(*args, **kwargs)
+        except CfpError as error:
+            raise error.with_traceback(None) from error.__cause__
+
+    return call
 
 
 class OptionError(CfpError, TypeError):

@@ -20,6 +20,7 @@ from cfp.errors import (
     MemoryBudgetError,
     OptionError,
     PlanMismatch,
+    brief,
     known_names,
     warn,
 )
@@ -34,7 +35,7 @@ from cfp.view.console import shown
 
 # Options that decide a plan, which a saved plan excludes.
 _DECIDES = {"memory_budget", "pins", "preset", "choose", "precision"}
-_SILENCE = "cfp.parallelize(..., quiet=True) says nothing"
+_SILENCE = "cfp.parallelize(..., quiet=True) hides these lines"
 _OF_CALLS = {"static_argnums", "static_argnames", "donate_argnums", "donate_argnames"}
 # Environment variable with a plan's file, for steps without the argument `plan`.
 PLAN_VARIABLE = "CFP_PLAN"
@@ -42,7 +43,7 @@ PLAN_VARIABLE = "CFP_PLAN"
 
 def parallelize(
     fn: Callable[..., Any] | None = None,
-    *,
+    *misplaced: Any,
     mesh: Mesh | None = None,
     plan: str | Path | Plan | None = None,
     quiet: bool = False,
@@ -53,7 +54,7 @@ def parallelize(
     Also a decorator: ``@cfp.parallelize(mesh=mesh, donate_argnums=0)``.
 
     Args:
-        fn: the step.
+        fn: the step, the only argument by position.
         mesh: the devices; by default all devices, as for :func:`plan`. With a saved
             plan, by default as many of the first devices as it needs.
         plan: a saved plan or its file, used without planning; by default the file in
@@ -71,6 +72,11 @@ def parallelize(
         OptionError: an option is unknown, or contradicts the given plan.
         PlanMismatch: the file does not exist, or contains no plan.
     """
+    if misplaced or isinstance(fn, Mesh) or not (fn is None or callable(fn)):
+        raise OptionError(
+            "cfp.parallelize takes the step first, and all options by name. Write "
+            "cfp.parallelize(step, mesh=mesh)."
+        )
     unknown = sorted(options.keys() - set(OPTIONS))
     if unknown:
         known = ["mesh", "plan", "quiet", *OPTIONS]
@@ -98,19 +104,20 @@ class _Planned(NamedTuple):
 
 
 @contextmanager
-def _named_by_environment(may_be: bool) -> Iterator[None]:
-    """Adds to a PlanMismatch that CFP_PLAN named the plan, if it did and `may_be`."""
-    path = os.environ.get(PLAN_VARIABLE)
+def _explained(path: str | None, changes: str) -> Iterator[None]:
+    """Adds to a PlanMismatch the arguments' changes, and that CFP_PLAN named `path`."""
     try:
         yield
     except PlanMismatch as error:
-        if not (may_be and path):
-            raise
-        raise type(error)(
-            f"{error}\nThe plan is {path}, since {PLAN_VARIABLE} names it for every "
-            "cfp.parallelize without plan=. Give each of several steps its own plan, "
-            f"and unset {PLAN_VARIABLE}."
-        ) from error
+        lines = [f"The arguments changed since the last call: {changes}."]
+        lines = [*lines * bool(changes), str(error)]
+        if path:
+            lines.append(
+                f"The plan is {path}, since {PLAN_VARIABLE} names it for every "
+                "cfp.parallelize without plan=. Give each of several steps its own "
+                f"plan, and unset {PLAN_VARIABLE}."
+            )
+        raise PlanMismatch("\n".join(lines)) from error.__cause__
 
 
 class ParallelStep:
@@ -216,6 +223,13 @@ class ParallelStep:
             tell = how.progress or (lambda _: None)
             return _Planned(now, bound, bound.compile_bound(tell))
 
+    def _changes(self, step: FlatStep) -> str:
+        """Returns how a call's structure differs from the latest call's, or ""."""
+        given = self._given.step if self._given else None
+        before = self._latest.compiled.step if self._latest else given or step
+        is_same = before.in_tree == step.in_tree
+        return "" if is_same else before.changes(step.in_tree, step.avals)
+
     def _why_again(self, step: FlatStep, now: Hashable) -> str:
         """Returns how a call differs from the latest, or ""; may warn of it once."""
         if self._latest is None:
@@ -223,8 +237,10 @@ class ParallelStep:
         before = self._latest.compiled.step
         if self._latest.configuration != now:
             return "under another configuration of JAX"
-        if before.in_tree != step.in_tree or before.static != step.static:
-            return "for arguments of another structure, or other static ones"
+        if before.static != step.static:
+            return "for another value of a static argument"
+        if changes := self._changes(step):
+            return f"for arguments of another structure ({changes})"
         pairs = zip(step.arg_names, before.avals, step.avals, strict=True)
         changed = [
             f"{name} of type {type_text(new)}, was {type_text(old)}"
@@ -242,6 +258,7 @@ class ParallelStep:
             )
         return f"for {changed[0]}{more}" if changed else weakly
 
+    @brief
     def _planned(
         self,
         step: FlatStep,
@@ -250,7 +267,8 @@ class ParallelStep:
         now: Hashable,
     ) -> _Planned:
         """Loads or makes the plan for a call, and compiles the step."""
-        with _named_by_environment(self._given is None):
+        path = None if self._given else os.environ.get(PLAN_VARIABLE)
+        with _explained(path, self._changes(step)):
             if (saved := self._as_saved(args, kwargs, now)) is not None:
                 return saved
         again = self._why_again(step, now)

@@ -171,7 +171,7 @@ def find_fastest(
         doing = f"planning variants of a step: {', '.join(names)}"
     meshes = [one.mesh for one in variants if isinstance(one.mesh, Mesh)]
     with (
-        shown(options.settings, doing, "quiet=True says nothing", quiet) as how,
+        shown(options.settings, doing, "quiet=True hides these lines", quiet) as how,
         coordinated(meshes) as talk,
     ):
         options = replace(options, settings=how)

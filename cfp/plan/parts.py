@@ -400,27 +400,41 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
     own = [type_text(aval) for aval in step.avals]
     if own == [*types] and _may_be_renamed(names, step.arg_names):
         return
+    if sorted(_arguments(names, types)) == sorted(_arguments(step.arg_names, own)):
+        raise PlanMismatch(
+            "The arguments seem to be in another order than the plan's. Pass them in "
+            f"the order {', '.join(by_argument(names))}."
+        )
     found = dict(zip(step.arg_names, own, strict=True))
     planned = dict(zip(names, types, strict=True))
     both = [name for name in names if name in found]
     missing = [name for name in names if name not in found]
     new = [name for name in step.arg_names if name not in planned]
-    lines = [
-        f"  {name}: planned for {planned.get(name, 'nothing')}, "
-        f"got {found.get(name, 'nothing')}"
+    differ = {
+        name: (planned.get(name, "nothing"), found.get(name, "nothing"))
         for name in (*both, *missing, *new)
         if found.get(name) != planned.get(name)
-    ]
+    }
+    lines = [f"  {name}: planned for {a}, got {b}" for name, (a, b) in differ.items()]
     more = ""
     if len(lines) > 5:
         more = f"\n  and {len(lines) - 5} more; of the plan's {len(planned)} arrays "
         more += f"{len(both)} {'is' if len(both) == 1 else 'are'} passed"
         more += f", and {len(new)} others" if new else ""
+    shapes = ((*map(shape_of, pair),) for pair in differ.values())
+    is_batch = all(a and b and a[1:] == b[1:] for a, b in shapes)
+    batch = " (pad or drop a smaller last batch)" * is_batch
     raise PlanMismatch(
         "The arguments do not fit the plan:\n"
         + "\n".join(lines[:5])
-        + f"{more}\nPass the planned arguments, or plan again."
+        + f"{more}\nPass the planned arguments{batch}, or plan again."
     )
+
+
+def _arguments(names: Sequence[str], types: Sequence[str]) -> list[list[Any]]:
+    """Returns (path, type) of the leaves of each argument."""
+    every = by_argument(names).values()
+    return [[(path, types[place]) for path, place in leaves] for leaves in every]
 
 
 def _may_be_renamed(names: Sequence[str], others: Sequence[str]) -> bool:

@@ -41,6 +41,7 @@ from jax.tree_util import (
 )
 
 from cfp.errors import OptionError, StepNotTraceable, known_names
+from cfp.printable import counted, shown
 
 _MOST_NAMED = 4  # Leaves in a message.
 
@@ -48,15 +49,15 @@ _MOST_NAMED = 4  # Leaves in a message.
 def check_names(
     fn: Callable[..., Any], option: str, names: str | Sequence[str]
 ) -> None:
-    """Raises StepNotTraceable for a name that the signature of `fn`, if any, lacks."""
+    """Raises OptionError for a name that the signature of `fn`, if any, lacks."""
     parameters = _parameters(fn)
     if parameters is None:
         return
     unknown = [name for name in sequence(names, str) if name not in parameters]
     if unknown and not _takes_any(parameters):
-        raise StepNotTraceable(
-            f"{option} names {unknown}, but the step's arguments are "
-            f"{list(parameters)}."
+        raise OptionError(
+            f"{option} names {unknown}, which the step lacks. "
+            f"{known_names(unknown[0], parameters)}"
         )
 
 
@@ -87,7 +88,7 @@ def check_positions(
     option: str,
     numbers: int | Sequence[int],
 ) -> None:
-    """Raises StepNotTraceable if a call has no argument at one of `numbers`.
+    """Raises OptionError if a call has no argument at one of `numbers`.
 
     `passed` has the call's arguments by position or keyword. For static_argnums, any
     position in `parameters` is valid.
@@ -102,9 +103,10 @@ def check_positions(
         if not chosen(parameters, count, number, ()) & known
     ]
     if absent:
-        raise StepNotTraceable(
-            f"{option} names positions {absent}, but the call has {count} "
-            "positional arguments."
+        raise OptionError(
+            f"{option} names positions {absent}, but the call has "
+            f"{counted(count, 'positional argument', 'positional arguments')}. Name "
+            "positions from 0, or use the arguments' names."
         )
 
 
@@ -283,12 +285,38 @@ def _origin(var: Any, makers: Mapping[Any, JaxprEqn]) -> Any:
     return var
 
 
+def static_differences(before: Any, now: Any) -> Iterator[tuple[Any, str]]:
+    """Yields (path, ``/field = new, was old``) of nodes that differ in static data."""
+    pairs = zip(_nodes(before), _nodes(now), strict=False)
+    for (path, one, kind, children), (_, other, its_kind, _) in pairs:
+        if kind == its_kind:
+            continue
+        if type(one) is not type(other):
+            yield path, f" = {type(other).__name__}, was {type(one).__name__}"
+        if isinstance(one, Fixed) and isinstance(other, Fixed):
+            yield path, f" = {shown(other.value)}, was {shown(one.value)}"
+        old, new = (getattr(node, "__dict__", {}) for node in (one, other))
+        for field in [field for field in old if field in new.keys() - children]:
+            if old[field] != new[field]:
+                text = f"/{field} = {shown(new[field])}, was {shown(old[field])}"
+                yield path, text
+
+
+def _nodes(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """Yields (path, node, its structure, names of its children), outer nodes first."""
+    parts, kind = tree_flatten_with_path(tree, is_leaf=lambda part: part is not tree)
+    yield path, tree, kind, {keystr(key, simple=True) for key, _ in parts}
+    for key, part in parts:
+        if key:  # A leaf's own part has none.
+            yield from _nodes(part, (*path, *key))
+
+
 def lost_changes_text(name: str, lost: Sequence[str]) -> str:
     """Returns the message about a step that loses changes of its arguments."""
     given = ", ".join(dict.fromkeys(path.partition("/")[0] for path in lost))
     return (
-        f"The step {name!r} changes {first_named(lost)} in place, and does not return "
-        "it: the changes would be lost, and nothing would be trained. Write "
+        f"The step {name!r} changes {first_named(lost)} in place and does not return "
+        f"{'them' if len(lost) > 1 else 'it'}, so that nothing would be trained. Write "
         f"`return {given}, loss` and `{given}, loss = step({given}, ...)`, or pass "
         "arrays alone, and put the modules together inside (docs/frameworks.md, "
         "'Modules that are updated in place')."

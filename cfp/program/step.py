@@ -53,7 +53,7 @@ _NO_NUMBERS = "OSUMm"
 # Cached properties that do not depend on donation.
 _TRACED = ("flat_fn", "traced")
 _NO_ARGUMENTS = (
-    " No argument has an array: pass the step's arguments, or their shapes, after it, "
+    "No argument has an array: pass the step's arguments, or their shapes, after it, "
     "as in cfp.plan(step, state, batch)."
 )
 # JAX's name of an argument's leaf in errors.
@@ -78,6 +78,7 @@ class FlatStep:
         in_host: (argument leaf, result leaf of its new value) pairs that stay in host
             memory between steps; see `with_state_in_host`.
         precision: of large products, see `PlannerSettings`; "" as they are written.
+        twice: paths of two leaves that are one array; () if each leaf is its own.
     """
 
     fn: Callable[..., Any]
@@ -91,6 +92,7 @@ class FlatStep:
     explicit: tuple[NamedSharding | None, ...] = ()
     in_host: tuple[tuple[int, int], ...] = ()
     precision: str = ""
+    twice: tuple[str, ...] = field(default=(), compare=False)
     programs: dict[Any, Any] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
@@ -121,7 +123,11 @@ class FlatStep:
         if tree != self.in_tree:
             leaves, tree = tree_flatten(calling.fixed(dynamic))
         if tree != self.in_tree:
-            raise StepNotTraceable(self._what_changed(dynamic))
+            raise StepNotTraceable(
+                "The arguments' structure changed since the step was planned: "
+                f"{self.changes(tree, leaves)}. Pass what was planned for, or plan "
+                "again."
+            )
         return leaves
 
     def leaves_of(
@@ -154,21 +160,25 @@ class FlatStep:
                 return key, value, got
         return None
 
-    def _what_changed(self, dynamic: Any) -> str:
-        """Returns the message for a call with another structure of arguments."""
+    def changes(self, in_tree: Any, leaves: Sequence[Any]) -> str:
+        """Lists new and missing leaves of a call, or the first other static value."""
+        now, before = tree_unflatten(in_tree, leaves), self._dynamic
         static = {key for key, _ in self.static}
-        named = _named_leaves(self.fn, calling.fixed(dynamic), static)
-        names = [name for _, name, _ in named]
+        names = [name for _, name, _ in _named_leaves(self.fn, now, static)]
         gone = [name for name in self.arg_names if name not in names]
         new = [name for name in names if name not in self.arg_names]
-        same = "equal arrays, but other values in their containers, such as a "
-        same += "function, a setting, or the class of a module"
         changes = (("missing", gone), ("not there before", new))
-        words = [f"{what}: {calling.first_named(x)}" for what, x in changes if x]
-        return (
-            "The arguments' structure changed since the step was planned: "
-            f"{'; '.join(words) or same}. Pass what was planned for, or plan again."
-        )
+        if words := [f"{what}: {calling.first_named(x)}" for what, x in changes if x]:
+            return "; ".join(words)
+        every = calling.static_differences(before, now)
+        differ = next((one for one in every if len(one[0]) > 1), None)
+        named = _named_leaves(self.fn, now, static, [differ] if differ else [])
+        return "".join(named[0][1:] if named else ["another static value"])
+
+    @property
+    def _dynamic(self) -> Any:
+        """The arguments that are not static, of shapes in place of arrays."""
+        return tree_unflatten(self.in_tree, self.avals)
 
     def with_donated(self, donated: Sequence[bool]) -> FlatStep:
         """Returns the step with other donated leaves; it is not traced again."""
@@ -252,8 +262,7 @@ class FlatStep:
         fn: Any = self.fn
         if isinstance(fn, jax.stages.Wrapped):
             # jax.jit changes copies, so that the function inside is examined.
-            leaves = tree_unflatten(self.in_tree, self.avals)
-            hidden = calling.may_change_any(leaves)
+            hidden = calling.may_change_any(self._dynamic)
             fn = getattr(fn, "__wrapped__", fn) if hidden else fn
         if not self._changed and fn is self.fn:
             return []
@@ -297,12 +306,7 @@ class FlatStep:
             raise StepNotTraceable(
                 f"JAX could not trace {self.flat_fn.__name__!r}: "
                 f"{type(error).__name__}: {self.with_paths(str(error))}"
-                f"{place_of(error)}\n"
-                "The step must be a function that jax.jit accepts. Name arguments "
-                "that are no arrays in cfp's static_argnums or static_argnames, even "
-                "if jax.jit around the step has them."
-                + _NO_ARGUMENTS
-                * (not self.avals)
+                f"{place_of(error)}\n{self._advice(repr(error))}"
             ) from error
         name = self.flat_fn.__name__
         traced_now = calling.arrays_around(self.fn, traced=True)
@@ -311,6 +315,27 @@ class FlatStep:
         if lost := self._lost():
             raise StepNotTraceable(calling.lost_changes_text(name, lost))
         return traced
+
+    def _advice(self, said: str) -> str:
+        """Returns what to do about an error of tracing."""
+        kinds = (bool, int, float, complex)
+        pairs = zip(self.arg_names, self.examples, strict=True)
+        numbers = [name for name, one in pairs if isinstance(one, kinds)]
+        if not self.avals:
+            return _NO_ARGUMENTS
+        if self.twice and "structure" in said:
+            return (
+                f"{self.twice[0]!r} and {self.twice[1]!r} are one array outside of the "
+                "step and two inside. Pass an array that modules share once, and put "
+                "the modules together inside (docs/frameworks.md, 'Shared modules')."
+            )
+        if numbers and "tracer" in said.lower():
+            return (
+                f"A step that needs the value of {calling.first_named(numbers)} takes "
+                "it by cfp's static_argnums or static_argnames, even if jax.jit around "
+                "the step has them."
+            )
+        return "The step must be a function that jax.jit accepts."
 
     def with_paths(self, text: str) -> str:
         """Replaces ``leaves[28]`` in JAX's text by the argument's path."""
@@ -348,8 +373,9 @@ def flatten_step(
         precision: see `FlatStep`.
 
     Raises:
-        StepNotTraceable: an argument leaf is no array, number or shape; a static
-            argument cannot be hashed; or a name or a position is unknown.
+        StepNotTraceable: an argument leaf is no array, number or shape; or a static
+            argument cannot be hashed.
+        OptionError: a name or a position is unknown.
     """
     args, kwargs = calling.by_position(fn, args, kwargs or {})
     parameters = calling.parameter_names(fn)
@@ -365,6 +391,8 @@ def flatten_step(
     donate = calling.chosen(parameters, len(args), donate_argnums, donate_argnames)
     dynamic = calling.fixed(calling.dynamic_part(args, kwargs, static))
     leaves = _named_leaves(fn, dynamic, static)
+    known = {id(leaf): name for _, name, leaf in reversed(leaves)}
+    pairs = [(known[id(leaf)], name) for _, name, leaf in leaves if np.ndim(leaf)]
     step = FlatStep(
         fn,
         avals=tuple(abstract(leaf, name) for _, name, leaf in leaves),
@@ -376,6 +404,7 @@ def flatten_step(
         memory_kinds=tuple(memory_kind(leaf) for _, _, leaf in leaves),
         explicit=tuple(explicit_sharding(leaf) for _, _, leaf in leaves),
         precision=precision,
+        twice=next((pair for pair in pairs if pair[0] != pair[1]), ()),
     )
     for aval, name in zip(step.avals, step.arg_names, strict=True):
         _check_width(aval.dtype, name)
@@ -453,14 +482,20 @@ def successors(
 
 
 def _named_leaves(
-    fn: Callable[..., Any], dynamic: Any, static: Collection[int | str]
+    fn: Callable[..., Any],
+    dynamic: Any,
+    static: Collection[int | str],
+    parts: Sequence[tuple[Any, Any]] | None = None,
 ) -> list[tuple[int | str, str, Any]]:
-    """Returns (position or keyword, path, value) of each leaf of a call's arguments."""
+    """Returns (position or keyword, path, value) of each leaf of a call's arguments.
+
+    `parts` are (path, value) of other parts of the arguments, in place of the leaves.
+    """
     parameters = calling.parameter_names(fn)
     total = len(dynamic[0]) + len(static)
     positions = [i for i in range(total) if i not in static]
     found = []
-    for path, leaf in tree_flatten_with_path(dynamic)[0]:
+    for path, leaf in tree_flatten_with_path(dynamic)[0] if parts is None else parts:
         if path[0].idx == 0:
             key = positions[path[1].idx]
             root = parameters[key] if key < len(parameters) else f"arg{key}"

@@ -67,8 +67,8 @@ def planning_mesh(mesh: Mesh) -> Mesh:
     check_settings()
     if not isinstance(mesh, Mesh):
         raise CfpError(
-            f"Expected a jax.sharding.Mesh, got {type(mesh).__name__}. "
-            "Make one with jax.make_mesh((4,), ('x',))."
+            f"The mesh must be a jax.sharding.Mesh, got {mesh!r}. Pass one, for "
+            "example jax.make_mesh((4,), ('x',))."
         )
     if mesh.empty:
         raise CfpError(

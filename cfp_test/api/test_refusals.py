@@ -33,6 +33,14 @@ def branching(w, x):
     return w["up"] if w["down"].sum() > 0 else w["up"] + x.sum()
 
 
+def repeated(x, times):
+    return [x] * times
+
+
+def tied(w):
+    return jax.tree.map(jnp.add, w, {"up": w["up"]})
+
+
 def own_error(*args):
     raise ValueError("of my own")
 
@@ -98,7 +106,9 @@ def loaded(text):
     return load
 
 
+MANY = {f"layer_{i}": {"w": SMALL} for i in range(30)}
 PINS = {
+    "a pin of one of many": bad_step(lambda w: w, MANY, pins={"layer": jax.P("x")}),
     "a pin of nothing": bad_pins(nothing=jax.P("x")),
     "a pin of a misspelled path": bad_pins(w__upp=jax.P("x")),
     "a pin to an axis that is not there": bad_pins(up=jax.P("z")),
@@ -109,6 +119,10 @@ OTHER_STEPS = {
     "other arguments": lambda run, plan, folder: plan.compile(
         train_step, W, jax.ShapeDtypeStruct((32, 513), "float32")
     ),
+    "another batch": lambda run, plan, folder: plan.compile(
+        train_step, W, jax.ShapeDtypeStruct((16, 512), "float32")
+    ),
+    "swapped arguments": lambda run, plan, folder: plan.compile(train_step, X, W),
     "another model": lambda run, plan, folder: plan.bind(
         lambda w, x: (w, x),
         {"up": W["up"], "layers": [{"w": SMALL} for _ in range(300)]},
@@ -140,6 +154,15 @@ CASES = {
     "a static list": lambda run, plan, folder: cfp.parallelize(
         scaled, mesh=run.keywords["mesh"], static_argnums=1
     )(SMALL, ["gram"]),
+    "a missing argument": bad_step(branching, W),
+    "swapped arguments": bad_step(branching, X, W),
+    "a number where a static one is needed": bad_step(repeated, SMALL, 2),
+    "a mesh in words": bad_step(train_step, mesh="4"),
+    "a mesh as a shape": bad_step(train_step, mesh=(4,)),
+    "the mesh before the step": lambda run, *_: cfp.parallelize(
+        run.keywords["mesh"], train_step
+    ),
+    "one array in two places": bad_step(tied, {"up": SMALL, "down": SMALL}),
     "text that is not static": bad_step(lambda x, flag: x, SMALL, "text"),
     "a step that branches on a value": bad_step(branching),
     "a step that makes a shape of a value": bad_step(shaped_by_a_value),

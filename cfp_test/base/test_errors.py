@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import cfp
 from cfp import errors
 
 
@@ -77,3 +78,23 @@ def test_code_is_installed_wherever_its_packages_are(tmp_path):
         space["fail"]()  # mine
     line = caught.tb.tb_lineno
     assert f"at {__file__}:{line}, in test_code_is" in errors.place_of(caught.value)
+
+
+def test_a_traceback_has_no_frames_of_planning():
+    """The user's frame, the public function's and its wrapper's."""
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+
+    def failing(x):
+        raise ValueError("of my own")
+
+    def planned():
+        return cfp.plan(failing, jnp.ones(4), mesh=mesh, quiet=True)
+
+    def called():
+        return cfp.parallelize(failing, mesh=mesh, quiet=True)(jnp.ones(4))
+
+    for run, most in ((planned, 3), (called, 4)):
+        with pytest.raises(errors.StepNotTraceable, match="of my own") as caught:
+            run()
+        assert len(caught.traceback) <= most
+        assert isinstance(caught.value.__cause__, ValueError)

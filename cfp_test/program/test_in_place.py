@@ -51,7 +51,7 @@ def accepted(step, *args):
 def test_what_is_learnt_must_be_returned(wrap):
     message = refused(wrap(update), *made(), X)
     assert "'update' changes net/" in message
-    assert "in place, and does not return" in message
+    assert "in place and does not return them, so that" in message
     assert "return net, optimizer, loss" in message
     assert "put the modules together inside" in message
     assert "docs/frameworks.md" in message

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import cfp
 from cfp.profiling.tasks import Progress
@@ -159,7 +160,7 @@ def test_a_parallelized_step_says_once_what_takes_the_time_and_how_to_silence_it
     first, second = planned_twice(quiet=False)
     assert first == (
         "cfp: planning how to shard 'odd_step', once for its first call. "
-        "cfp.parallelize(..., quiet=True) says nothing\n"
+        "cfp.parallelize(..., quiet=True) hides these lines\n"
     )
     assert second == ""
     assert planned_twice(quiet=True) == ("", "")
@@ -185,7 +186,7 @@ def test_what_is_planned_again_says_why(tmp_path, monkeypatch):
         "once for its first call",
         "again, for x of type float32[4], was float32[3]",
         "again, for a number in place of an array, or the reverse",
-        "again, for arguments of another structure, or other static ones",
+        "again, for arguments of another structure (missing: x; not there before: x/0)",
         "again, for x/0 of type float32[5], was float32[4] and 1 more",
     ]
     for args, why in zip(calls, wanted, strict=True):
@@ -197,6 +198,37 @@ def test_what_is_planned_again_says_why(tmp_path, monkeypatch):
     with redirect_stderr(stream), jax.default_matmul_precision("highest"):
         step(*args)
     assert "again, under another configuration of JAX" in stream.getvalue()
+
+
+@pytest.fixture
+def dropping():
+    """A module with dropout, and a step that returns it."""
+
+    def act(drop, x):
+        return drop, drop(x @ x.T)
+
+    return nnx.Dropout(0.5, rngs=nnx.Rngs(0)), act
+
+
+def test_a_setting_of_a_module_that_changed_is_named(tmp_path, monkeypatch, dropping):
+    monkeypatch.setenv("CFP_CACHE_DIR", str(tmp_path))
+    mesh, (drop, act) = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), dropping
+    step = cfp.parallelize(act, mesh=mesh)
+    changed = "drop/deterministic = True, was False"
+    with redirect_stderr(io.StringIO()) as stream:
+        step(drop, jnp.ones((4, 4)))
+        drop.eval()
+        step(drop, jnp.ones((4, 4)))
+    assert f"again, for arguments of another structure ({changed})" in stream.getvalue()
+    step.plan.save(tmp_path / "plan.json")
+    kept = cfp.parallelize(act, plan=tmp_path / "plan.json", quiet=True)
+    drop.train()
+    kept(drop, jnp.ones((4, 4)))
+    drop.eval()
+    with pytest.raises(cfp.PlanMismatch) as refused:
+        kept(drop, jnp.ones((4, 4)))
+    first, *_ = str(refused.value).split("\n")
+    assert first == f"The arguments changed since the last call: {changed}."
 
 
 def test_a_plan_from_python_says_what_it_does_and_how_to_silence_it(tmp_path):
@@ -211,6 +243,6 @@ def test_a_plan_from_python_says_what_it_does_and_how_to_silence_it(tmp_path):
         return stream.getvalue()
 
     doing = "planning how to shard 'odd_step'"
-    assert said() == f"cfp: {doing}. quiet=True says nothing\n"
+    assert said() == f"cfp: {doing}. quiet=True hides these lines\n"
     assert said(quiet=True) == ""
     assert said(settings=cfp.PlannerSettings(progress=lambda event: None)) == ""

@@ -510,7 +510,9 @@ class _Numbering:
             shape = self.program.shape(op.results[0])
             numbers[op.results[0]] = self._reshaped(operands[0], shapes[0], shape)
         elif op.kind == "transpose":
-            order = _squeezed_order(op.integers("permutation"), shapes[0])
+            kept = [dim for dim, size in enumerate(shapes[0]) if size != 1]
+            dims = op.integers("permutation")
+            order = tuple(kept.index(dim) for dim in dims if dim in kept)
             numbers[op.results[0]] = self._transposed(operands[0], order)
         elif op.kind == "reverse":
             found = self.intern(("reverse", operands[0], op.attributes))
@@ -671,12 +673,6 @@ def _is_opaque(op: Op) -> bool:
 
 def _identity(order: Permutation) -> Permutation:
     return tuple(range(len(order)))
-
-
-def _squeezed_order(order: Permutation, shape: tuple[int, ...]) -> Permutation:
-    """Removes dims of size 1 from a permutation, and renumbers the others."""
-    kept = [dim for dim, size in enumerate(shape) if size != 1]
-    return tuple(kept.index(dim) for dim in order if dim in kept)
 
 
 def squeeze(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -376,7 +376,9 @@ class _Walk:
         ]
         common = self._common_factor(op, rule, kept)
         if common != NONE:
-            self._note_unfit(op, rule, common)
+            for index, value in enumerate(op.operands):
+                if common not in self._arriving(op, rule, index):
+                    self.unfit |= self._makers(value) & self.by_minor
             return [AxisChoice(common)]
         contracted = [f for f in arriving if f in rule.reduction]
         if contracted:
@@ -427,12 +429,6 @@ class _Walk:
             if not gives and factor in kept
         )
         return next(firm, NONE) if any(gives_way) else NONE
-
-    def _note_unfit(self, op: Op, rule: Rule, factor: int) -> None:
-        """Adds to `unfit` the `by_minor` anchors of operands without the factor."""
-        for index, value in enumerate(op.operands):
-            if factor not in self._arriving(op, rule, index):
-                self.unfit |= self._makers(value) & self.by_minor
 
     def _makers(self, value: int) -> set[int]:
         """Returns op ids of the nearest anchors upstream of a value."""

@@ -83,7 +83,8 @@ def residuals(frame: Frame, ops: tuple[int, ...], remat: bool = False) -> Set[in
     found = {v for v in read_late if _feeds_heavy(program, v, turn)}
     # Other values are recomputed from values in memory, which must be kept.
     stack = [v for v in read_late if v not in found]
-    seen = {*program.args, *program.opened_entries}
+    seen = {*program.args}
+    seen |= {v for loop in program.opened for v in program.ops[loop].entries}
     while stack:
         v = stack.pop()
         producer = program.values[v].producer

@@ -52,8 +52,6 @@ KINDS = (
     "collective-broadcast",
 )
 
-_Sent = tuple[str, int, int]  # kind, bytes, group size
-
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([^\]]*)\]")
 _CALLING = (
     "calls",
@@ -93,34 +91,28 @@ def collectives_in(hlo_text: str) -> tuple[Collective, ...]:
     # that compile would wait. Most lines are inside of fusions, and call nothing.
     lines = hlo_text.splitlines()
     some = [x for x in lines if x[:1] != " " or any(word in x for word in _COUNTED)]
-    total: Counter[_Sent] = Counter()
+    total = Counter[tuple[str, int, int]]()  # By kind, bytes and group size.
     for module in modules_in("\n".join(some)):
         devices = prod(map(int, _DEVICES.findall(module.header)))
         chains = set[str]()
         for name, runs in _runs(module).items():
             for one in module.computations[name]:
-                sent, chain = _sent_by(one, devices), _CHAIN.search(one.attributes)
-                if sent is None or (chain and chain[1] in chains):
+                kind, started, _ = one.opcode.partition("-start")
+                chain = _CHAIN.search(one.attributes)
+                if kind not in KINDS or (chain and chain[1] in chains):
                     continue
                 chains |= {chain[1]} if chain else set()
-                if sent[0] == "all-reduce" and name.startswith("all-reduce-scatter"):
-                    sent = ("reduce-scatter", *sent[1:])
-                total[sent] += runs
+                group = _group_size(kind, one.attributes, devices)
+                size = _largest_side(kind, one.shape, bool(started), group)
+                if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
+                    kind = "reduce-scatter"
+                total[kind, size, group] += runs
     return tuple(
         Collective(kind=kind, bytes=size, group_size=group, count=count)
         for (kind, size, group), count in sorted(
             total.items(), key=lambda item: (-item[0][1] * item[1], item[0])
         )
     )
-
-
-def _sent_by(one: Instruction, devices: int) -> _Sent | None:
-    """Returns (kind, bytes, group size) of a collective; None for other ops."""
-    kind, started, _ = one.opcode.partition("-start")
-    if kind not in KINDS:
-        return None
-    group = _group_size(kind, one.attributes, devices)
-    return kind, _largest_side(kind, one.shape, bool(started), group), group
 
 
 def called_by(one: Instruction, *by: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import chain
@@ -247,7 +247,10 @@ def settle(
             connection.execute("DELETE FROM in_flight WHERE owner = ?", (owner,))
             if is_asked:
                 mine = [replace(one, overdue=_is_overdue(one)) for one in mine]
-            guilty = [one for one in _suspects(mine) if not _is_done(store, one)]
+            # Overdue operations, else runs, else all.
+            late = [one for one in mine if one.overdue]
+            late = late or [one for one in mine if one.doing == "run"] or mine
+            guilty = [one for one in late if not _is_done(store, one)]
             suspects += guilty if is_asked else ()
             why = cause if is_asked else None
             if why is None and guilty and all(one.overdue for one in guilty):
@@ -279,12 +282,6 @@ def is_late(store: ProfileStore, pid: int) -> bool:
 
 def _is_overdue(one: Operation) -> bool:
     return one.overdue or one.deadline < time.monotonic()
-
-
-def _suspects(mine: Sequence[Operation]) -> list[Operation]:
-    """Returns possible causes of a death: overdue operations, else runs, else all."""
-    late = [one for one in mine if one.overdue]
-    return late or [one for one in mine if one.doing == "run"] or [*mine]
 
 
 def _is_done(store: ProfileStore, one: Operation) -> bool:

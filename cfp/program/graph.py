@@ -382,11 +382,6 @@ class Program:
         """Returns how often `top_level` of an op runs in one step."""
         return self.ops[self.top_level(op)].repeat
 
-    @cached_property
-    def opened_entries(self) -> frozenset[int]:
-        """Value ids of the region arguments of loops in `opened`."""
-        return frozenset(v for loop in self.opened for v in self.ops[loop].entries)
-
     def uses(self, value: int) -> list[tuple[int, int]]:
         """Returns `users` of a value, but for a loop in `opened` the users inside."""
         found: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Attentions of twelve public models, as these write them, in small sizes.
+"""Attentions of public models, as these write them, in small sizes.
 
 Shapes use: batch, tokens, hidden, heads, kv_heads, head_dim; layers in scans.
 """

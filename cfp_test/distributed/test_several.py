@@ -221,7 +221,7 @@ def test_a_process_that_does_not_come(tmp_path):
     [ended] = ends(alone)
     text = message(ended)
     assert "Not all 2 processes of this program have come together" in text
-    assert "see what the missing ones printed" in text
+    assert "read the output of missing processes" in text
 
 
 def run_words(folder, *words: str) -> list[str]:

@@ -357,9 +357,7 @@ def make_mesh(axes: Axes | None, *, remedy: str = "") -> Mesh:
         raise CfpError(
             f"JAX finds no device: {reason}. {remedy or _NO_DEVICE}"
         ) from error
-    if axes is None:
-        axes = parse_mesh(len(devices), None)
-        assert axes is not None
+    axes = axes or (("x", len(devices)),)
     wanted = prod(size for _, size in axes)
     kind = devices[0].platform
     if len(devices) < wanted:

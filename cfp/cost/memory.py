@@ -383,9 +383,13 @@ def summed_in_two_orders(program: Program) -> frozenset[int]:
                 read = frozenset(_turned(op, order) for order in read)
             elif op.kind == "reshape" and _is_regrouped(program, op):
                 read = frozenset(order and _LOST for order in read)
-            if len({*map(bool, read)}) > 1 and _is_summed(program, v):
-                found.add(v)
-                read = _IN_MEMORY_ORDER
+            if len({*map(bool, read)}) > 1:
+                uses = uses_through(
+                    program, v, lambda _, w: not _has_memory(program, w)
+                )
+                if any(user.kind == "reduce" for user, _ in uses):
+                    found.add(v)
+                    read = _IN_MEMORY_ORDER
             orders[v] = read
     return frozenset(found)
 
@@ -418,11 +422,6 @@ def _turned(op: Op, order: Order) -> Order:
     if order:
         moved = tuple(order[place] for place in moved)
     return () if moved == tuple(sorted(moved)) else moved
-
-
-def _is_summed(program: Program, v: int) -> bool:
-    uses = uses_through(program, v, lambda _, w: not _has_memory(program, w))
-    return any(op.kind == "reduce" for op, _ in uses)
 
 
 # Random bits are computed in the reading kernel, by twenty rounds of shifts. Shifting

@@ -426,8 +426,14 @@ def contractions(values: Values, v: int, size: int) -> Iterator[Op]:
 def scores_of(values: Values, exponential: Op) -> Op | None:
     """Returns the contraction that may make a softmax's scores, or None."""
     [v], size = exponential.operands, prod(values.program.shape(exponential.results[0]))
-    dot = next(contractions(values, v, size), None)
-    return dot if dot is not None and _is_batched(dot) else None
+    if (dot := next(contractions(values, v, size), None)) is None:
+        return None
+    left, right, out = (
+        {dot.known_rule.major(f) for f in dims} - {None}
+        for dims in (*dot.known_rule.operands[:2], dot.known_rule.results[0])
+    )
+    # A batch dim, such as sequences or heads.
+    return dot if left & right & out else None
 
 
 def has_dropout(region: Region) -> bool:
@@ -443,12 +449,3 @@ def has_dropout(region: Region) -> bool:
     start = [values.same(v) for v in reads if not region.has(v)]
     makers = map(program.maker, islice(reached(start, before), _MOST_OPS))
     return any(op is not None and op.kind in _RANDOM for op in makers)
-
-
-def _is_batched(dot: Op) -> bool:
-    """True if a contraction has a batch dim, such as sequences or heads."""
-    left, right, out = (
-        {dot.known_rule.major(f) for f in dims} - {None}
-        for dims in (*dot.known_rule.operands[:2], dot.known_rule.results[0])
-    )
-    return bool(left & right & out)

@@ -109,7 +109,7 @@ def _explained(path: str | None, changes: str) -> Iterator[None]:
     try:
         yield
     except PlanMismatch as error:
-        lines = [f"The arguments changed since the last call: {changes}."]
+        lines = [f"The arguments have another structure: {changes}."]
         lines = [*lines * bool(changes), str(error)]
         if path:
             lines.append(
@@ -238,7 +238,8 @@ class ParallelStep:
         if self._latest.configuration != now:
             return "under another configuration of JAX"
         if before.static != step.static:
-            return "for another value of a static argument"
+            given, old = dict(step.static), dict(before.static)
+            return f"for static arguments {given}, were {old}"
         if changes := self._changes(step):
             return f"for arguments of another structure ({changes})"
         pairs = zip(step.arg_names, before.avals, step.avals, strict=True)

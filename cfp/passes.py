@@ -542,13 +542,10 @@ def _smallest(
     every = [*plans[-1:], leanest_of(analysis, problem)]
     compiled = [one for one in results if one.peak_bytes]
     if best := min(compiled, key=lambda one: one.peak_bytes, default=None):
-        name, kept = (
-            best.name.partition(",")[0],
-            like(analysis, problem, best.candidate.choice),
-        )
+        kept = like(analysis, problem, best.candidate.choice)
         if kept is not None:
-            leaner = leanest_of(analysis, problem.among(kept))
-            every.append(replace(leaner, name=f"{name}, {leaner.name}"))
+            leaner, name = leanest_of(analysis, problem.among(kept)), best.name
+            every.append(replace(leaner, name=f"{name.partition(',')[0]}, leanest"))
     found = [one for one in every if (one.choice, one.level) not in tried]
     return replace(solution, candidates=found, stage=Stage.SMALLEST) if found else None
 

@@ -168,8 +168,7 @@ class _Finder:
     def _candidates(self, op: Op, moved: bool = False) -> Candidates:
         """Returns (block, member) pairs of blocks that an op may be derived from.
 
-        Args:
-            moved: vmap may have moved dims of the cotangent.
+        `moved` allows cotangents whose dims vmap has moved.
         """
         found = []
         for shared, cotangent in [(1, 2)] if op.kind == "scatter" else [(0, 1), (1, 0)]:

@@ -174,16 +174,11 @@ def _worst(
     written: list[jax.Array],
     made: list[jax.Array],
 ) -> jax.Array:
-    """Largest error of results relative to the allowed error.
+    """Largest error of `made` relative to the allowed error; `truth` has wide types.
 
     Allowed are, for each row, twice the sum of: the original's error in the row, its
     root mean square over rows, and a kernel's rounding. The error's projection on the
     true values may be twice the original's, plus rounding.
-
-    Args:
-        truth: results of the original in wide types.
-        written: results of the original.
-        made: results of the replacement.
     """
     found = [jnp.zeros(())]
     for true, own, other in zip(truth, written, made, strict=True):

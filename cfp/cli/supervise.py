@@ -89,14 +89,10 @@ class Supervision:
 
 
 def _attend(child: int, store: ProfileStore) -> int | None:
-    """Waits for a child's end; kills the child past a deadline.
+    """Waits for a child's end; kills the child past a deadline, or a second interrupt.
 
-    Returns:
-        The command's exit code; None if the child died during a recorded build or run,
-        so that another child may start.
-
-    Raises:
-        KeyboardInterrupt: the user interrupted twice; the child is killed.
+    Returns the command's exit code; None if the child died during a recorded build or
+    run, so that another child may start.
     """
     looked, is_overdue, stop = time.monotonic(), False, 0
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:

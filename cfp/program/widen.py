@@ -303,11 +303,7 @@ def _perturbed(value: ir.Value, kind: ir.Type, bit: int) -> ir.Value:
     """Moves float32 numbers by half of a narrow type's last bit, up or down.
 
     Zero, numbers that would exceed the type, and types without a mantissa (scales)
-    stay.
-
-    Args:
-        kind: the narrow type.
-        bit: index of the number's own bit that decides between up and down.
+    stay. The number's own bit of index `bit` decides between up and down.
     """
     info = _finfo(kind)
     half = 2.0 ** -(info.nmant + 1)

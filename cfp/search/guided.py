@@ -385,8 +385,7 @@ def measure_candidates(
 class _Written:
     """Requests for a candidate without kernels, and for its variants with kernels.
 
-    Attributes:
-        is_reference: True if both are measured in the first round; one of each kind.
+    The reference, one of each kind, has both measured in the first round.
     """
 
     written: MeasurementRequest

@@ -200,6 +200,20 @@ def test_what_is_planned_again_says_why(tmp_path, monkeypatch):
     assert "again, under another configuration of JAX" in stream.getvalue()
 
 
+def test_a_static_argument_that_changed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("CFP_CACHE_DIR", str(tmp_path))
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+
+    @cfp.parallelize(mesh=mesh, static_argnames="power")
+    def step(x, power):
+        return x**power
+
+    with redirect_stderr(io.StringIO()) as stream:
+        step(jnp.ones(3), power=2)
+        step(jnp.ones(3), power=3)
+    assert "again, for static arguments {1: 3}, were {1: 2}. " in stream.getvalue()
+
+
 @pytest.fixture
 def dropping():
     """A module with dropout, and a step that returns it."""
@@ -228,7 +242,7 @@ def test_a_setting_of_a_module_that_changed_is_named(tmp_path, monkeypatch, drop
     with pytest.raises(cfp.PlanMismatch) as refused:
         kept(drop, jnp.ones((4, 4)))
     first, *_ = str(refused.value).split("\n")
-    assert first == f"The arguments changed since the last call: {changed}."
+    assert first == f"The arguments have another structure: {changed}."
 
 
 def test_a_plan_from_python_says_what_it_does_and_how_to_silence_it(tmp_path):

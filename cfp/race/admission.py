@@ -431,7 +431,8 @@ def no_winner(
     most = (budget_bytes or 0) + reserve_bytes
     first = (
         f"The smallest plan found, {best.name!r}, needs "
-        f"{format_bytes(needed, up=True)} on each device, and the budget is "
+        f"{format_bytes(needed, up=True)} on each device, "
+        f"{format_bytes(needed - most, up=True)} more than the budget of "
         f"{format_bytes(most)}. A budget of {format_bytes(needed, up=True)} fits, and "
         "a smaller one may."
     )

@@ -429,7 +429,7 @@ def test_the_error_names_what_needs_least_of_all_that_was_tried(tmp_path):
 
     error, (first, second, *_) = refused(peaks["parts"] - 1)
     assert error.smallest_feasible_bytes == peaks["parts"]
-    assert first.startswith("The plan 'data_parallel', compiled, needs ")
+    assert first.startswith("The smallest plan found, 'data_parallel', needs ")
     size = format_bytes(peaks["whole"], up=True)
     assert second == f"  This is parts. Others need as much or more: whole {size}."
     # What cannot fit by estimate is not compiled.

@@ -183,7 +183,7 @@ def plan(
     if how.ray is not None:
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise CfpError(
-                "A plan on a Ray cluster needs a mesh that is not described. Pass "
+                "A plan on a Ray cluster needs a mesh, and not a described one. Pass "
                 "mesh=jax.sharding.AbstractMesh((4,), ('x',))."
             )
         from cfp.cluster.on_ray import plan_step

@@ -162,10 +162,10 @@ def join(
     if failures:
         reason = (str(failures[0]).strip().splitlines() or [repr(failures[0])])[0]
         raise ProcessError(
-            f"The processes cannot join: {reason}. Give "
-            "cfp.join(coordinator, processes, process_id), or the variables "
-            f"{COORDINATOR}, {PROCESSES} and {PROCESS_ID}; JAX finds the others by "
-            "itself only under Slurm and similar launchers."
+            f"The processes cannot join: {reason}. Call cfp.join(coordinator, "
+            "processes, process_id) once, before any use of devices; or set "
+            f"{COORDINATOR}, {PROCESSES} and {PROCESS_ID}. JAX finds these by itself "
+            "only under Slurm and similar launchers."
         ) from failures[0]
     if (talk := coordination()) is not None:
         # Fail before JAX misses the heartbeats, with a better message.

@@ -100,7 +100,9 @@ def resolve(
     if ":" in text:
         return _function_target(text, options, tuple(donate), tuple(static))
     if text.startswith("-"):
-        raise CfpError(f"No option {text} before TARGET. --help lists the options.")
+        raise CfpError(
+            f"Expected TARGET, got {text}. Put options behind it; see --help."
+        )
     if text.endswith(".py") and Path(text).is_file():
         return _function_target(f"{text}:", options, tuple(donate), tuple(static))
     if text not in models.MODELS:
@@ -225,8 +227,8 @@ def _function_target(
     ]
     if required:
         raise CfpError(
-            f"{text} needs arguments: {', '.join(required)}. Give them defaults, or "
-            f"wrap it:\n{_EXAMPLE}"
+            f"{text} needs arguments: {', '.join(required)}. Give options (--"
+            f"{required[0]} 1) or defaults, or wrap it:\n{_EXAMPLE}"
         )
     made = _guarded(lambda: found(**given), f"{text} raised")
     is_pair = isinstance(made, tuple) and len(made) == 2 and callable(made[0])
@@ -240,8 +242,8 @@ def _function_target(
         wrong = [p for p in positions if not 0 <= p < len(args)]
         if wrong:
             raise CfpError(
-                f"{option} {wrong[0]}: the step's {len(args)} arguments are numbered "
-                "from 0."
+                f"{option} {wrong[0]} is no argument's position: the step's "
+                f"{len(args)} arguments are numbered from 0."
             )
 
     def make_args(shardings: Sequence[Any], seed: int) -> tuple[Any, ...]:

@@ -165,7 +165,7 @@ def find_fastest(
     """Plans the best variants of a step; see :func:`cfp.plan_fastest`."""
     names = [variant.name for variant in variants]
     if not names or len(set(names)) < len(names):
-        raise CfpError(f"The variants are {names}. Give each a name of its own.")
+        raise CfpError(f"Expected variants, each with a name of its own, got {names}.")
     doing = f"planning how to shard {getattr(variants[0].fn, '__name__', 'a step')!r}"
     if names[1:]:
         doing = f"planning variants of a step: {', '.join(names)}"

@@ -312,7 +312,7 @@ def _fit(
     for dim, (size, names) in enumerate(zip(value.shape, dims, strict=False)):
         ways = prod(sizes.get(axis, 1) for axis in names)
         if size % ways:
-            wrong = wrong or f"dim {dim} of size {size} does not divide by {ways}"
+            wrong = wrong or f"dim {dim} of size {size} is no multiple of {ways}"
     if wrong:
         raise CfpError(
             f"The pin {pattern!r} = {spec} does not fit "

@@ -491,9 +491,8 @@ def both_sides(
             needs.append(f"{size} for {reference_text(name)}")
     raise CfpError(
         "There is no room for the check, which also runs the step without the plan: "
-        f"needed {'; or '.join(needs)}, got {format_bytes(limit)}. "
-        "Set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92, so that JAX uses more of a GPU's "
-        "memory; check a smaller model or batch; or leave out --check."
+        f"needed {'; or '.join(needs)}, got {format_bytes(limit)}. On GPUs set XLA_"
+        "PYTHON_CLIENT_MEM_FRACTION=0.92, check a smaller batch, or leave out --check."
     )
 
 

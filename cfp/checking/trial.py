@@ -27,6 +27,7 @@ from cfp.checking.check import (
 )
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
+from cfp.profiling.builder import is_out_of_memory
 from cfp.profiling.coordination import coordinated
 from cfp.program.calling import fixed
 from cfp.program.step import FlatStep, arguments_of, successors
@@ -188,13 +189,12 @@ def _explained(check: bool) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        raise CfpError(
-            f"The step failed on the devices: {str(error).strip().splitlines()[0]}. "
-            "Try a plan with a memory budget (--memory-budget, memory_budget=), a "
-            "smaller batch, or more devices."
-            + " --check also runs the step without the plan: leave out --check."
-            * check
-        ) from error
+        said = str(error).strip().splitlines()[0]
+        remedy = "Run the step in jax.jit, without cfp, to see whether it fails there."
+        if is_out_of_memory(error):
+            remedy = "Plan with a memory budget, a smaller batch, or more devices."
+            remedy += " --check needs more memory: leave it out." * check
+        raise CfpError(f"The step failed on the devices: {said}. {remedy}") from error
 
 
 def _feedback(

@@ -492,8 +492,6 @@ def _check_complete(profiles: Profiles) -> None:
     if missing:
         raise CfpError(
             f"{len(missing)} of {len(wanted)} measurements are missing, first "
-            f"{missing[0].label!r}.\nRun the profile pass "
-            "(cfp profile) first, with the same target, mesh, --quick, --per-kind, "
-            "--pin and --workdir; or cfp plan, which does all (on virtual CPU devices "
-            "with --measure)."
+            f"{missing[0].label!r}.\nRun cfp profile first, with the same target and "
+            "options; or cfp plan, on virtual CPU devices with --measure."
         )

@@ -84,7 +84,7 @@ class Supervision:
             done = now
         raise CfpError(
             f"{in_a_row} worker processes crashed in a row. Check that JAX runs on "
-            "these devices, then continue with --retry-failures."
+            "these devices, then run the command again with --retry-failures."
         )
 
 

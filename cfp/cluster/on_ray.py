@@ -193,10 +193,9 @@ def connected(address: str) -> Iterator[Any]:
         ray.init(logging_level=logging.WARNING, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise CfpError(
-            f"There is no Ray cluster at {address}: "
-            f"{str(error).strip().partition(chr(10))[0]}. Run ray start --head "
-            "here, with the same versions of Python and Ray as the cluster; or "
-            "give --ray local."
+            f"Cannot connect to a Ray cluster, {address}: "
+            f"{str(error).strip().partition(chr(10))[0]}. Give a running one's address "
+            "and use its versions of Python and Ray, or give --ray local."
         ) from error
     try:
         yield ray
@@ -266,8 +265,8 @@ def _plan_there(
     if len(devices) < count:
         raise CfpError(
             f"The runner has too few devices: the mesh needs {count}, and there are "
-            f"{len(devices)} of platform {devices[0].platform}. Give a smaller mesh. "
-            "On CPUs set XLA_FLAGS=--xla_force_host_platform_device_count on the node."
+            f"{len(devices)} of platform {devices[0].platform}. Give a smaller mesh, "
+            f"or XLA_FLAGS=--xla_force_host_platform_device_count={count} on CPUs."
         )
     made = call(
         mesh=jax.make_mesh(sizes, names, devices=devices[:count]),

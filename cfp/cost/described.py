@@ -532,10 +532,11 @@ def read(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
         first, near = error.errors()[0], ""
         path = ".".join(map(str, first["loc"]))
         value = "" if first["type"] == "missing" else f" = {first['input']!r}"[:200]
+        said = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             near = f"{known_names(path, DeviceKind.model_fields)} "
         raise CfpError(
-            f"{where}: {path}{value}: {first['msg']}. {near}A file with "
+            f"{where}: {f'{path}{value}: ' * bool(path)}{said}. {near}A file with "
             f'kind = "{_MEASURED_KIND}" needs only the values that differ; see '
             "docs/planning-ahead.md."
         ) from error

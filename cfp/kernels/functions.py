@@ -109,7 +109,9 @@ class Way:
         implementation, *words = how
         roles = tuple((w.rpartition("=")[0], w.rpartition("=")[2]) for w in words)
         if implementation not in KERNELS or any(role not in ROLES for _, role in roles):
-            raise PlanMismatch(f"cfp has no attention by {', '.join(how)}. Plan again.")
+            raise PlanMismatch(
+                f"This cfp lacks the plan's attention by {', '.join(how)}. Plan again."
+            )
         return cls(implementation, roles)
 
 

@@ -336,10 +336,10 @@ class AttentionStrategy:
         given = given or {}
         unknown = [a for a in given if a not in sizes]
         if unknown or not set(given.values()) <= set(ROLES):
-            wrong = {axis or "?": role for axis, role in given.items()}
             raise CfpError(
-                f"There is no strategy {wrong} of an attention. Give axes of the mesh "
-                f"({', '.join(sizes)}) a role ({', '.join(ROLES)})."
+                f"The strategy {given.get('', given)} does not fit the mesh "
+                f"{dict(sizes)}. Pass mesh= and {{axis: role}}, with roles among "
+                f"{', '.join(ROLES)}."
             )
         roles = tuple((axis, given[axis]) for axis in sizes if axis in given)
         return cls(roles=roles, sizes=tuple(sizes.items()))

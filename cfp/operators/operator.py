@@ -127,8 +127,7 @@ class Operator:
             except Refused as reason:
                 reasons.append(f"{name}: {reason}")
         raise CfpError(
-            f"No implementation of {self.name} takes these arguments. "
-            f"{'; '.join(reasons)}."
+            f"{self.name} cannot take these arguments. {'; '.join(reasons)}."
         )
 
     def check_shapes(self, args: Sequence[Any]) -> None:

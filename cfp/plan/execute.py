@@ -133,11 +133,11 @@ def check_devices(
     differ = other_devices(axes, environment, devices)
     version, remedy = environment.get("jax_version", jax.__version__), ""
     if differ:
-        remedy = "Use the plan on its devices (cfp show needs none), or plan these"
+        remedy = "Use the plan on its devices (cfp show needs none), or plan for these"
         if {_facts(devices)["platform"], environment.get("platform", "cpu")} == {"cpu"}:
             count = prod(size for _, size in axes)
             virtual = f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
-            remedy = f"Set {virtual} for as many virtual devices, or plan these"
+            remedy = f"Set {virtual} for as many virtual devices, or plan for these"
     elif version != jax.__version__:
         differ = f"The plan is for JAX {version}, and this is JAX {jax.__version__}"
         remedy = f"Install JAX {version}, or plan again"
@@ -145,8 +145,8 @@ def check_devices(
         is_known = environment.get("platform") in (None, _facts(devices)["platform"])
         without = "" if is_known else ", if the step draws no random numbers"
         raise PlanMismatch(
-            f"{differ}. {remedy}; to try the plan here all the same{without}: "
-            "plan.on(mesh, other_devices=True), in a command --other-devices."
+            f"{differ}. {remedy}; to try the plan here all the same, on as many "
+            f"devices{without}: plan.on(mesh, other_devices=True) or --other-devices."
         )
 
 
@@ -680,7 +680,7 @@ def _shardings(
     results = tree_leaves(step.traced.out_info)
     if len(results) != len(output_specs):
         raise PlanMismatch(
-            f"The plan is for {len(output_specs)} results, the step has {len(results)}."
+            f"The step has {len(results)} results, not {len(output_specs)}. Plan again."
         )
     for kind, avals, specs in (
         ("argument", step.avals, arg_specs),

@@ -351,8 +351,9 @@ def read_plan(
         )
     refused = refused_option(data.get("options", {}), allowed_options)
     if refused is not None:
-        raise _damaged(
-            "options", "compiler options that are known to be harmless", refused
+        raise PlanMismatch(
+            f"The plan has {refused}. Pass names of options that you trust to "
+            "cfp.Plan.load(path, allowed_options=[...]), or plan again."
         )
     for one in fields(cast(Any, kind)):
         if one.name not in here and one.name not in data:

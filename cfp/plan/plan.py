@@ -517,7 +517,7 @@ class Plan:
         if axes != self.mesh_axes:
             raise PlanMismatch(
                 f"The plan's mesh is {mesh_text(self.mesh_axes) or 'one device'}, got "
-                f"{mesh_text(axes) or 'one device'}. Pass that mesh (in a "
+                f"{mesh_text(axes) or 'one device'}. Pass the plan's mesh (in a "
                 "command leave out --devices and --mesh), or plan again."
             )
         if not other_devices:

@@ -117,7 +117,7 @@ class Coordination:
         if 0 < len(failed) < len(found):
             raise ProcessError(
                 f"A program failed in process {', '.join(failed)}, and ran in the "
-                f"others: {''.join(found)}. Free the memory of all devices. {_AGAIN}"
+                f"others: {''.join(found)}. End other programs on its devices. {_AGAIN}"
             )
 
     def follow(

@@ -99,7 +99,7 @@ def check_numbers(results: Sequence[tuple[str, jax.Array]]) -> None:
             inexact = jnp.issubdtype(result.dtype, jnp.inexact)
             if inexact and bool(test(result).any()):
                 raise FloatingPointError(
-                    f"Result {path} of the step has {name} (jax_debug_{short} is on). "
+                    f"Result{path} of the step has {name} (jax_debug_{short} is on). "
                     "To find the operation, call the step without cfp, in jax.jit, "
                     "with the same arguments."
                 )
@@ -116,8 +116,7 @@ def check_settings() -> None:
     if getattr(jax.config, "jax_disable_jit", False):
         raise CfpError(
             "jax_disable_jit is on (jax.disable_jit(), or JAX_DISABLE_JIT=1), but cfp "
-            "needs jit. Plan and run the step outside of jax.disable_jit(); to debug "
-            "it, call the step without cfp."
+            "needs jit. Turn it off; to debug the step, call it without cfp."
         )
 
 

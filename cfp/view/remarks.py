@@ -68,8 +68,9 @@ def _branches(plan: Plan) -> Values:
     flags = few([f"{ms:.3f} ms with {flag}" for r in mine for flag, ms in r.flag_ms])
     timed = [ms for row in mine for ms in row.samples_ms]
     span = f" (samples of {min(timed):.3f} to {max(timed):.3f} ms)" if timed else ""
-    how = f"timed with the branches that those steps took{span}"
-    how = f"measured {flags}" if flags else how
+    how = f"timed with the branches that the timed steps took{span}; "
+    how = f"{how}other branches may be slower; " if timed else ""
+    how = f"measured {flags}; " if flags else how
     return (how, few(texts)) if texts else ()
 
 
@@ -98,8 +99,8 @@ def _in_host(plan: Plan) -> Values:
         return ()
     search, parts = plan.search, [f"{len(plan.in_host)} arguments"]
     if (size := search.get("host_bytes")) is not None:
-        parts += [f"{format_bytes(round(size))} for each device"]
-        parts += ["without which nothing fits"]
+        size_text = format_bytes(round(size))
+        parts += [f"{size_text} for each device, without which nothing fits"]
     if (moved_ms := search.get("host_ms")) is not None:
         parts.append(f"moves take {moved_ms:.3f} ms of each step, estimated")
     names = few(merged_alike([plan.arg_names[i] for i, _ in plan.in_host]))
@@ -236,8 +237,7 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     ),
     (
         _branches,
-        "{}; predictions count all branches, and steps that take other branches may be "
-        "slower: {}",
+        "{}predictions count all branches: {}",
     ),
     (_estimates, "predictions are estimates{}"),
     (

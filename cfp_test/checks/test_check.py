@@ -485,7 +485,7 @@ def test_a_check_that_has_no_room_says_what_it_needs(monkeypatch, tmp_path):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
     cases = {
-        (Check, "step"): "RESOURCE_EXHAUSTED(.|\n)*--check also runs the step without",
+        (Check, "step"): "RESOURCE_EXHAUSTED(.|\n)*--check needs more memory",
         (trial, "feed_back"): "failed on the devices(.|\n)*memory budget",
     }
     for (where, name), message in cases.items():

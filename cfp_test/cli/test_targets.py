@@ -206,7 +206,9 @@ def test_functions_that_can_be_targets_are_suggested(tmp_path):
 
 @pytest.mark.parametrize("option", ["donate", "static"])
 def test_positions_must_be_those_of_arguments(option):
-    with pytest.raises(CfpError, match=rf"--{option} 3: the step's 3 arguments"):
+    with pytest.raises(
+        CfpError, match=rf"--{option} 3 is no argument's position: the step's 3"
+    ):
         resolve(f"{FILE}:toy", **{option: [3]})
 
 

@@ -251,8 +251,8 @@ def test_two_axes_have_each_pair_of_roles():
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"strategy": "tensor"}, "There is no strategy"),
-        ({"strategy": {"z": "ring"}}, "There is no strategy"),
+        ({"strategy": "tensor"}, "does not fit the mesh"),
+        ({"strategy": {"z": "ring"}}, "does not fit the mesh"),
         ({"implementation": "magic"}, "There is no implementation"),
         ({"strategy": "ring", "implementation": "cudnn"}, "platform cpu"),
         ({"strategy": "ring", "bias": jnp.zeros((1, 1, 8, 8))}, "a column for each"),

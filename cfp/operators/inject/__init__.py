@@ -127,10 +127,10 @@ class _Injector:
     def check(self) -> None:
         """Raises CfpError if the injection is strict and nothing was replaced."""
         if self.strict and not self.report.replaced:
-            seen = "; ".join(str(self.report).splitlines()[:6])
+            seen = str(self.report).splitlines()[1:6] or ["the model has no parts"]
             raise CfpError(
-                f"Nothing was replaced: {seen}. Register a policy for this model, or "
-                "leave out strict=True."
+                f"Nothing was replaced: {'; '.join(seen)}. Register a policy for this "
+                "model, or leave out strict=True."
             )
 
     def note(self, path: str, part: Any, policy: Policy | None, why: str = "") -> None:

@@ -64,8 +64,6 @@ class PlannerSettings:
         race: time the best plan and the presets on the whole program. Without a race
             the best prediction wins; with a memory budget, the best that compiles to
             fit. On virtual CPU devices candidates race only with ``measure=True``.
-        compile: compile the best few for described devices (takes cfp[tpu] or
-            cfp[cuda]), and drop those that do not fit.
         precision: compute large 16-bit products of parameters in fewer bits, which
             changes results: NAME, or NAME,-*/router to leave some out by path.
             ``cfp plan --help`` lists names.
@@ -88,7 +86,6 @@ class PlannerSettings:
     attention: tuple[str, ...] | None = None
     choose: tuple[str, ...] | None = None
     race: bool = True
-    compile: bool = False
     precision: str = ""
     measure: bool | None = None
     retry_failures: bool | datetime = False
@@ -283,9 +280,8 @@ class PlanContext:
     @property
     def compiles(self) -> bool:
         """True if candidates are compiled, to check that they fit in memory."""
-        if isinstance(self.mesh, DescribedMesh):
-            return self.settings.compile
-        return self._may_run or self.memory is not None
+        is_here = isinstance(self.mesh, Mesh)
+        return is_here and (self._may_run or self.memory is not None)
 
     @property
     def _may_run(self) -> bool:
@@ -311,19 +307,11 @@ def open_context(
     """Opens the context of a plan; the store is closed at the end.
 
     Raises:
-        CfpError: the budget is not above the allocator's reserve; or
-            ``compile=True`` is set for real devices.
+        CfpError: the budget is not above the allocator's reserve.
     """
     settings = DetailedSettings.of(settings)
     if isinstance(mesh, DescribedMesh):
         environment = tuple(mesh.environment.items())
-        if settings.compile:
-            from cfp.cost.elsewhere import check_compiler
-
-            check_compiler(mesh.cluster.kind)
-            budget_bytes = budget_bytes or mesh.memory_bytes
-    elif settings.compile:
-        raise CfpError("compile=True is for described devices. Leave out compile.")
     else:
         environment = environment_parts([*mesh.devices.flat])
     defaults = defaults_of(dict(environment)["platform"])

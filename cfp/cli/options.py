@@ -238,7 +238,6 @@ OPTIONS: Mapping[str, Option] = {
     "choose": _of_settings("choose", str, metavar="NAMES"),
     "attention": _of_settings("attention", str, KERNELS, metavar="KERNELS"),
     "precision": _of_settings("precision", str, KERNELS, metavar="|".join(PRECISIONS)),
-    "compile": _of_settings("compile", bool),
     "per_kind": _of_settings("per_kind", int, metavar="N", min=1),
     "others": _of_settings("others", int, metavar="COUNT", min=0),
     "measure": _of_settings("measure", bool),

@@ -144,8 +144,6 @@ _MORE_MICROBATCHES = (2, 4, 8)
 def _cluster(given: dict[str, Any]) -> Cluster | None:
     """Reads the cluster of --for; None without --for; CfpError for excluded options."""
     text = given.get("described")
-    if text is None and given.get("compile"):
-        raise CfpError("--compile needs --for. Give both, or leave out --compile.")
     for option in ("platform", "devices", "measure", "ray") if text else ():
         if given.get(option):
             value = "" if given[option] is True else f" {given[option]}"
@@ -189,7 +187,7 @@ def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
     *("target", "devices", "mesh", "described", "platform", "memory_budget"),
     *("time_budget", "preset", "choose", "pin", "donate", "output"),
     *("mesh_shapes", "microbatches", "static", "attention"),
-    *("precision", "per_kind", "others", "quick", "measure", "no_race", "compile"),
+    *("precision", "per_kind", "others", "quick", "measure", "no_race"),
     *("ray", "retry_failures"),
     *("run_timeout", "build_timeout", "workdir", "as_json", "quiet"),
     mesh_shapes=o.Option(

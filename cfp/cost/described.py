@@ -431,7 +431,6 @@ class DeviceKind(_Table):
         measured: measured rates by field name, beside the specified ones.
         link_gb_per_s: TPU: rate of one link in one direction, two links in each dim.
         link_latency_us: TPU: time from a device to its neighbour.
-        target_config: GPU: target description for XLA's compiler, in text format.
         torus_dims: TPU: number of dims of a slice; 0 for GPUs.
         torus_ring: TPU: a dim whose size is a multiple of this closes to a ring.
     """
@@ -450,7 +449,6 @@ class DeviceKind(_Table):
     network_gb_per_s: Number | None = None
     # Latency of a message over InfiniBand or RoCE, roughly as vendors specify it.
     network_latency_us: Number = Number(value=5.0)
-    target_config: str = ""
     torus_dims: int = 0
     torus_ring: int = 1
     measured: dict[str, Number] = {}

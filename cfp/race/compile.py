@@ -29,7 +29,6 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.context import PlanContext
-from cfp.cost.described import DescribedMesh
 from cfp.kernels.kinds import known_kernels
 from cfp.printable import waiting_text
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build, default_threads
@@ -70,7 +69,7 @@ class Builder:
     """
 
     program: Program
-    mesh: Mesh | DescribedMesh
+    mesh: Mesh
     store: ProfileStore
     budget_bytes: int | None = None
     end: float = math.inf
@@ -78,16 +77,9 @@ class Builder:
     built: dict[str, Built] = field(default_factory=dict, repr=False)
 
     @property
-    def devices(self) -> Mesh:
-        """The mesh that programs run on; described devices have none."""
-        assert isinstance(self.mesh, Mesh), "nothing runs on described devices"
-        return self.mesh
-
-    @property
     def platform(self) -> str:
-        """JAX's name of the devices' platform; "cpu" for described devices."""
-        is_here = isinstance(self.mesh, Mesh)
-        return self.devices.devices.flat[0].platform if is_here else "cpu"
+        """JAX's name of the devices' platform."""
+        return self.mesh.devices.flat[0].platform
 
     @property
     def is_measured(self) -> bool:
@@ -100,15 +92,10 @@ class Builder:
         return default_threads(self.platform)
 
     def build(self, one: RaceProgram) -> Built | ProfileRecord:
-        """Compiles a program (described devices: in a child); may return a failure."""
+        """Compiles a program; may return a failure."""
         program, mesh = one.stands_on or (self.program, self.mesh)
-        if isinstance(mesh, Mesh):
-            kept = BuildEnvironment.beside(self.store.path)
-            return build(program, mesh, one.job, kept)
-        from cfp.cost.elsewhere import build_elsewhere
-
-        limit = self.options.limits.build_seconds
-        return build_elsewhere(program, mesh, one.job, limit)
+        kept = BuildEnvironment.beside(self.store.path)
+        return build(program, mesh, one.job, kept)
 
     @property
     def in_flight(self) -> InFlight:

@@ -19,9 +19,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from jax.sharding import Mesh
+
 from cfp.analysis.analyze import Analysis
 from cfp.context import PlanContext
-from cfp.cost.described import DescribedMesh
 from cfp.profiling.builder import Built
 from cfp.profiling.record import (
     CompiledBytes,
@@ -34,7 +35,6 @@ from cfp.race.admission import (
     Admitted,
     compile_until_enough_fit,
     exempt_from_reach,
-    expected_ms,
     within_reach,
 )
 from cfp.race.compile import (
@@ -63,7 +63,7 @@ from cfp.race.programs import (
 )
 from cfp.race.turns import Ranking, race_programs, second_race, time_flags
 from cfp.search.guided import RACE_SECONDS, Candidate, Solution, Stage, prediction_of
-from cfp.settings import MOST_RACED, ConstraintLevel
+from cfp.settings import ConstraintLevel
 
 # A key of its own, so that this race cannot change the leaders of the first.
 SECOND: Parts = (("race", "with other compiler options"),)
@@ -89,6 +89,7 @@ class Race:
     def builder(self) -> Builder:
         """Makes the builder that compiles and times candidates."""
         context = self.context
+        assert isinstance(context.mesh, Mesh), "described devices compile nothing"
         return Builder(
             program=self.analysis.frame.program,
             mesh=context.mesh,
@@ -301,10 +302,7 @@ class Race:
         keep_answer(asked, self.context.store, answer)
 
     def estimated_rows(self, results: Sequence[RaceResult] = ()) -> dict[str, RaceRow]:
-        """Returns {name: row} of candidates if estimates decide; otherwise empty.
-
-        For described devices, up to `MOST_RACED` candidates are compiled.
-        """
+        """Returns {name: row} of candidates if estimates decide; otherwise empty."""
         if not self.context.defaults.estimates:
             return {}
         problem, most = self.solution.problem, self.context.budget_bytes
@@ -316,11 +314,6 @@ class Race:
             why = NOT_RUN if most is None or size <= most else TOO_LARGE
             row = replace(left_out(one, why), peak_bytes=size, rung="estimated")
             found[one.name] = row
-        if results and isinstance(self.context.mesh, DescribedMesh):
-            seen = {one.candidate.key for one in results}
-            others = sorted((o for o in every if o.key not in seen), key=expected_ms)
-            few = others[: MOST_RACED - 1] if any(r.may_race for r in results) else []
-            results = [*results[:1], *self.compile_all(few), *results[1:]]
         return found | {one.name: compiled_row(one) for one in results}
 
 

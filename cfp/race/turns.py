@@ -88,7 +88,7 @@ def time_flags(builder: Builder, best: RaceResult) -> tuple[tuple[str, float], .
             builder.options.tell(f"timing {one.name!r} with {text}")
             with builder.in_flight as at, at.doing(key, text, "run", best.time_ms):
                 made = replace(built, key=key)
-                record = run(made, one.job, program, builder.devices)
+                record = run(made, one.job, program, builder.mesh)
             builder.store.put(record)
         if record is not None and record.ok:
             found.append((text, record.time_ms))
@@ -261,7 +261,7 @@ class _Turns:
     def compile_generators(self, digest: str) -> None:
         """Compiles the generators of a program's inputs."""
         one = self.programs[digest]
-        where = one.stands_on or (self.builder.program, self.builder.devices)
+        where = one.stands_on or (self.builder.program, self.builder.mesh)
         compile_generators(*where, one.job)
 
     def warm_up(self) -> None:
@@ -343,7 +343,7 @@ class _Turns:
 
     def _run(self, digest: str, timing: TimingOptions) -> ProfileRecord:
         one = self.programs[digest]
-        where = one.stands_on or (self.builder.program, self.builder.devices)
+        where = one.stands_on or (self.builder.program, self.builder.mesh)
         expected_ms = one.candidate.predicted_ms or 0.0
         with self.in_flight.doing(one.job.key, one.job.label, "run", expected_ms):
             record = run(self.ready[digest], one.job, *where, timing=timing)

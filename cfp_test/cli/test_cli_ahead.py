@@ -41,7 +41,6 @@ MISTAKES: list[list[str]] = [
     ["verify", "plan.json", TOY, "--platform", "cpu"],
     ["verify", "plan.json", TOY, "--devices", "4"],
     ["plan", TOY, "--memory-budgt", "3MiB"],
-    ["plan", TOY, "--compile"],
     ["plan", "gpt", "--hiden", "64"],
     [*PLAN, "8xh1000"],
     ["verify", "plan.json", OTHER, *PARTS, "--other-devices"],

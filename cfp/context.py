@@ -353,7 +353,7 @@ def _defaults(
     """Combines a platform's defaults with the user's settings.
 
     One device has one constraint level and, by default, no compiler options, which are
-    for collectives.
+    for collectives. Kernels that a precision turns off anyway are not `slow_to_tune`.
     """
     reach, unasked = settings.reach, settings.measure is None
     options = settings.compiler_options
@@ -370,6 +370,8 @@ def _defaults(
     usual_options = usual.compiler_options
     if prod(mesh.shape.values()) == 1:
         levels, usual_options = levels[:1], {}
+    off = found.options if (found := find_precision(settings.precision)) else {}
+    slow = usual.slow_to_tune.items() if options is None else ()
     return replace(
         usual,
         estimates=isinstance(mesh, DescribedMesh) or (usual.estimates and unasked),
@@ -377,6 +379,7 @@ def _defaults(
         reach=dict.fromkeys(ConstraintLevel, reach) if reach else usual.reach,
         compiler_options=usual_options if options is None else options,
         first_options=usual.first_options if options is None and usual_options else {},
+        slow_to_tune={n: one for n, one in slow if not one.items() <= off.items()},
         replacing=replacing(for_memory=False),
         replacing_for_memory=replacing(for_memory=True),
     )

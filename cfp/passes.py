@@ -271,6 +271,7 @@ def _measured(
         environment=context.environment,
         in_context=settings.in_context,
         replacing=defaults.replacing_for_memory if tight else defaults.replacing,
+        options=defaults.shared_options,
     )
     explored = partial(
         measure_candidates,

@@ -160,6 +160,8 @@ class PlatformDefaults:
         compiler_options: named sets of XLA options; the leader also races with each.
         first_options: named sets that all candidates race with if no memory budget is
             given.
+        slow_to_tune: by names of kernels, options that turn them off. Segments and
+            candidates have these; the leader also races without each.
         replacing: kernels that may compute parts of a step.
         replacing_for_memory: the kernels that may do so if memory is short.
     """
@@ -176,15 +178,19 @@ class PlatformDefaults:
     launch_ms: float = 0.0
     compiler_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     first_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    slow_to_tune: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     replacing: Replacing = Replacing()
     replacing_for_memory: Replacing = Replacing()
 
+    @property
+    def shared_options(self) -> dict[str, str]:
+        """Options of all segments and candidates; none if estimates decide."""
+        every = () if self.estimates else self.slow_to_tune.values()
+        return {name: value for off in every for name, value in off.items()}
 
-# On 2 H200 predictions were off by 8 % at most. The prediction is the same for all
-# levels, and with arguments alone constrained steps were up to 8 % faster
-# (decisions.md, "One rule admits candidates to the race"). With activations constrained
-# one program races, propagation's own choice. On 2 H100 with NCCL_P2P_DISABLE=1 a
-# sharding by hand was predicted at 1.23 times the plan's time, and was faster.
+
+# decisions.md, "One rule admits candidates to the race". Without peer-to-peer access,
+# a sharding by hand was predicted at 1.23 times the plan's time, and was faster.
 _REACH = {
     ConstraintLevel.EVERYTHING: 1.1,
     ConstraintLevel.ACTIVATIONS: 1.25,
@@ -195,9 +201,7 @@ NO_LATENCY_HIDING: Mapping[str, str] = {
     "xla_gpu_enable_latency_hiding_scheduler": "False"
 }
 
-# Which options are fastest depends on program, plan and links: on 4 H200 without
-# peer-to-peer access, hiding latency slows data parallelism down (134.6 ms a step,
-# 115.3 without) and speeds fully sharded parameters up. decisions.md, "Choices
+# Which options are fastest depends on program, plan and links: decisions.md, "Choices
 # race with large collectives, the leader with other options".
 _LARGE_COLLECTIVES: Mapping[str, str] = {
     f"xla_gpu_{kind}_combine_threshold_bytes": str(2**28)
@@ -218,12 +222,10 @@ _GPU = PlatformDefaults(
     compiler_options={
         "large collectives": _LARGE_COLLECTIVES,
         "no latency hiding": NO_LATENCY_HIDING,
-        "large collectives, no Triton": {
-            **_LARGE_COLLECTIVES,
-            "xla_gpu_enable_triton_gemm": "False",
-        },
     },
     first_options={"large collectives": _LARGE_COLLECTIVES},
+    # decisions.md, "Only the leader races with Triton's products".
+    slow_to_tune={"Triton": {"xla_gpu_enable_triton_gemm": "False"}},
 )
 # Virtual devices share processors: their times vary more and say nothing about GPUs,
 # and most time goes to compiling. Guesses.

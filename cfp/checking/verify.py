@@ -74,7 +74,8 @@ def verify(
     with open_context(mesh, cache_dir, settings=settings) as context:
         race = Race(context, analysis, Solution(()))
         named = presets(analysis.frame).items()
-        others = [Candidate(*one, level=plan.level) for one in named]
+        how = {"level": plan.level, "options": context.defaults.shared_options}
+        others = [Candidate(*one, **how) for one in named]
         of_plan = plan.winner, others[0].choice, plan.predicted_ms, plan.level
         like = Candidate(*of_plan, plan.options)
         mine, *rest = programs_of(analysis, [like, *others], where)

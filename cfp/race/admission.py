@@ -347,7 +347,7 @@ def compile_until_enough_fit(
     for one, made in zip(large, compile_all(large) if large else (), strict=True):
         state.sort_in([one], [made])
     for one in candidates:
-        is_sure = memory is None or one.options or one.key in exempt
+        is_sure = memory is None or one.key in exempt
         if one not in large:
             state.add(one, None if is_sure else size_of(one))
     first = [ways[0] for ways in state.queue]

@@ -72,18 +72,20 @@ def variants(one: Candidate, rules: PlatformDefaults) -> list[Candidate]:
     """Returns variants of a race's leader.
 
     The first has none of `rules.first_options`; others have one set of
-    `rules.compiler_options` each. Presets also have other constraint levels.
+    `rules.compiler_options` each, or lack one of `rules.slow_to_tune`. Presets also
+    have other constraint levels.
     """
     plain = one
     for name, chosen in rules.first_options.items():
         if one.name.endswith(f", {name}"):
-            kept = {key: one.options[key] for key in one.options.keys() - chosen.keys()}
-            plain = replace(one, name=one.name.removesuffix(f", {name}"), options=kept)
+            plain = one.without(chosen, name=one.name.removesuffix(f", {name}"))
     others = [
         replace(one, name=level_name(one.name, level), level=level)
         for level in rules.levels
         if one.is_preset and level in _PRESET_LEVELS and level is not one.level
     ]
+    for name, off in rules.slow_to_tune.items():
+        others.append(one.without(off, name=f"{one.name}, {name}"))
     return [plain, *with_options(plain, rules.compiler_options), *others]
 
 

@@ -128,9 +128,8 @@ class Race:
         """Times candidates, and the leaders again with variants of the fastest."""
         defaults = self.context.defaults
         # One turn is enough if leaders run again.
-        raced = self.time(
-            candidates, 1 if defaults.compiler_options else defaults.rounds
-        )
+        runs_again = defaults.compiler_options or defaults.slow_to_tune
+        raced = self.time(candidates, 1 if runs_again else defaults.rounds)
         first, new = second_race(raced, defaults)
         if not new or self.context.is_over:
             return Ranking((), raced)
@@ -323,6 +322,9 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
     Without a race, the best by prediction wins; with a memory budget, the best by
     prediction that fits when compiled. If none fits or runs, `winner` is None.
     """
+    shared, found = context.defaults.shared_options, solution.candidates
+    found = [replace(one, options={**shared, **one.options}) for one in found]
+    solution = replace(solution, candidates=found)
     run = Race(context, analysis, solution)
     if context.compiles:
         return run.outcome()

@@ -113,9 +113,7 @@ _LOOK_ELSEWHERE = TimingOptions(
     min_repeat=3,
 )
 _TURN_MS_ELSEWHERE = 500.0
-# Idle devices need seconds of work until their clocks are steady. Without a warm-up,
-# programs without latency hiding won two first turns of five; after 3 s of work, none
-# of six. decisions.md, "A race begins when clocks are steady".
+# decisions.md, "A race begins when clocks are steady".
 _WARM_UP_ELSEWHERE = TimingOptions(
     warmup_seconds=3.0,
     warmup_window=1,

@@ -99,6 +99,11 @@ class Candidate:
         """Key, equal for candidates that compile to the same program."""
         return self.choice, self.level, tuple(sorted(self.options.items()))
 
+    def without(self, options: Iterable[str], name: str) -> Candidate:
+        """Returns the candidate without some of its options, by another name."""
+        kept = {key: self.options[key] for key in self.options.keys() - {*options}}
+        return replace(self, name=name, options=kept)
+
 
 # Key of a plan's or solution's counts: seconds of all races so far.
 RACE_SECONDS = "race_seconds"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from cfp.analysis.analyze import Analysis
@@ -181,10 +182,9 @@ def whole_job(
     environment: Parts,
     label: str,
     level: ConstraintLevel = ConstraintLevel.EVERYTHING,
-    options: Mapping[str, str] | None = None,
+    options: Mapping[str, str] = MappingProxyType({}),
 ) -> Job:
     """Makes the job that measures a whole program under a choice and XLA options."""
-    tuned = tuple(sorted((options or {}).items()))
     frame = analysis.frame
     # Donation and pins change the memory that a choice needs.
     given = repr((frame.program.alias, sorted(frame.pins.items())))
@@ -194,14 +194,19 @@ def whole_job(
         ("what", "whole program, raced when warm"),
         ("arguments", digest),
     )
-    if tuned:
-        environment = (*environment, ("options", repr([*tuned])))
-    how = {"level": level, "options": dict(options or {})}
+    how = {"level": level, "options": dict(options)}
     chosen = json.dumps({"choice": asdict(choice), **how})
     layout, part = lay_out(frame, choice), whole(frame.program)
     constrained = constraints_of(analysis, choice, level)
     job = _job(layout, part, constrained, environment, label)
-    return replace(job, options=tuned, choice=chosen)
+    return replace(_under(job, options), choice=chosen)
+
+
+def _under(job: Job, options: Mapping[str, str]) -> Job:
+    """Returns a job under XLA options, which its key has."""
+    chosen = tuple(sorted(options.items()))
+    key = ProfileKey((*job.key.parts, ("options", repr([*chosen]))))
+    return replace(job, key=key, options=chosen) if chosen else job
 
 
 def _returned(frame: Frame, part: Part) -> Iterator[tuple[int, int, int]]:
@@ -469,6 +474,7 @@ class RequestBuilder:
         presets: ``{name: choice}``; all their parts are measured.
         environment: parts of the records' keys that name devices and software.
         in_context: True to measure segments together with a neighbour, too.
+        options: XLA options of all segments.
     """
 
     costs: Costs
@@ -477,6 +483,7 @@ class RequestBuilder:
     environment: Parts
     in_context: bool = True
     replacing: Replacing = field(default_factory=Replacing)
+    options: Mapping[str, str] = field(default_factory=dict)
 
     def first(self, per_kind: int, others: int) -> list[MeasurementRequest]:
         """Makes requests for parts of presets, the best others, and kernel variants.
@@ -538,7 +545,8 @@ class RequestBuilder:
         alone = replace(alone, label=label)
         picks = {index: candidate, near: neighbour}
         pair = part_job(analysis, picks, self.environment, f"{label}, in context")
-        pair = replace(pair, kernels=(*job.kernels, *alone.kernels))
+        kernels = *job.kernels, *alone.kernels
+        pair = replace(_under(pair, self.options), kernels=kernels)
         return MeasurementRequest(
             kind, candidate, (job, alone, pair), (near, neighbour), reshard_ms
         )
@@ -567,7 +575,7 @@ class RequestBuilder:
             job = part_job(analysis, {index: candidate}, environment, "")
             # Storage modes change few kernels, so they are not in the key.
             kernels = (index, candidate.strategies, candidate.kernels)
-            return replace(job, kernels=(kernels,))
+            return replace(_under(job, self.options), kernels=(kernels,))
 
         return cache(alone)
 
@@ -590,10 +598,12 @@ def rematerialize(
     candidate = replace(base.candidate, remat=True)
     if base.neighbour is None or base.has_failed(records):
         job = part_job(analysis, {index: candidate}, environment, label)
+        job = _under(job, dict(base.jobs[0].options))
         return MeasurementRequest(base.kind, candidate, (job,), base=base)
     near, neighbour = base.neighbour
     picks = {index: candidate, near: neighbour}
     together = part_job(analysis, picks, environment, f"{label}, in context")
+    together = _under(together, dict(base.jobs[0].options))
     together = replace(together, kernels=base.jobs[2].kernels)
     jobs = (*base.jobs[:2], together)
     return replace(base, candidate=candidate, jobs=jobs, base=base)

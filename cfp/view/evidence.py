@@ -73,7 +73,10 @@ def with_figures(
     )
     if problem is not None:
         found = _searched(found, analysis, choice, problem)
-        known = worth(analysis, problem, outcome.raced)
+        # Options that all candidates share are no choice.
+        shared = outcome.solution.candidates[0].options
+        raced = [(one.without(shared, one.name), ms) for one, ms in outcome.raced]
+        known = worth(analysis, problem, raced)
         if profiles is None or UNMEASURED_STRATEGIES in profiles.counts:
             # The best step without a choice may use an unmeasured strategy.
             known = tuple(one for one in known if one.without_ms is not None)

@@ -107,7 +107,8 @@ def test_on_one_device_nothing_is_constrained_and_no_options_are_for_collectives
         for where in (mesh, make_mesh((("x", 2),)))
     ]
     assert [len(one.levels) for one in rules] == [1, 3]
-    assert [len(one.compiler_options) for one in rules] == [0, 3]
+    assert [len(one.compiler_options) for one in rules] == [0, 2]
+    assert [[*one.slow_to_tune] for one in rules] == [["Triton"], ["Triton"]]
 
 
 def test_one_cpu_is_planned_for_where_it_is_asked_for(tmp_path):

@@ -101,8 +101,12 @@ def parts_of(name: str) -> tuple[str, ConstraintLevel, Mapping[str, str] | None]
     preset, *rest = name.split(", ")
     levels = {f"{level} constrained": level for level in ConstraintLevel}
     found = [levels[one] for one in rest if one in levels]
-    way = ", ".join(one for one in rest if one not in levels)
-    options = {"": {}, **defaults_of("gpu").compiler_options}
+    rules = defaults_of("gpu")
+    names = {*levels, *rules.slow_to_tune}
+    way = ", ".join(one for one in rest if one not in names)
+    shared = {} if {*rest} & {*rules.slow_to_tune} else rules.shared_options
+    sets = {"": {}, **rules.compiler_options}
+    options = {one: {**shared, **chosen} for one, chosen in sets.items()}
     return preset, (*found, ConstraintLevel.EVERYTHING)[0], options.get(way)
 
 

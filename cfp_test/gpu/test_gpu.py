@@ -147,6 +147,7 @@ def test_slower_is_what_chance_does_not_explain(ratios, slower):
 def test_presets_are_found_in_a_race_with_whatever_options_they_ran():
     names = {
         "planned, large collectives": 1.0,
+        "zero1, large collectives, Triton": 2.5,
         "fully_sharded, rematerialized": 2.0,
         "fully_sharded, arguments constrained": 4.0,
         "zero1, large collectives, arguments constrained": 3.0,
@@ -154,10 +155,15 @@ def test_presets_are_found_in_a_race_with_whatever_options_they_ran():
     }
     race = [RaceRow(name=n, predicted_ms=ms, time_ms=ms) for n, ms in names.items()]
     found = [plans.parts_of(row.name) for row in plans._best_presets(race)]
-    large = defaults_of("gpu").compiler_options["large collectives"]
+    rules = defaults_of("gpu")
+    large, shared = rules.compiler_options["large collectives"], rules.shared_options
     assert len(large) == 3
-    arguments = ConstraintLevel.ARGUMENTS
-    assert found == [("zero1", arguments, large), ("fully_sharded", arguments, {})]
+    everything, _, arguments = ConstraintLevel
+    assert found == [
+        ("zero1", everything, large),
+        ("zero1", arguments, large | shared),
+    ]
+    assert plans.parts_of("fully_sharded") == ("fully_sharded", everything, shared)
 
 
 def test_kernels_are_held_to_an_oracle_of_its_own(place, monkeypatch):

@@ -123,7 +123,7 @@ def known(analysis, tmp_path):
     def keep(name, peak_bytes, time_ms, created=FIRST, options=None, turns=1):
         race = () if created == FIRST else (("race", "of the leaders"),)
         choice = by_name[name]
-        job = whole_job(analysis, choice, race, name, options=options)
+        job = whole_job(analysis, choice, race, name, options=options or {})
         record = ProfileRecord(
             key=job.key.digest,
             parts=job.key.parts,
@@ -263,6 +263,7 @@ def test_names_in_tables_are_explained():
     page = (ROOT / "docs" / "reading-plans.md").read_text()
     section = page.partition("## Names in the table of the race")[2].partition("## ")[0]
     levels = [f"{one} constrained" for one in ConstraintLevel][1:]
-    options = defaults_of("cuda").compiler_options
+    rules = defaults_of("cuda")
+    options = *rules.compiler_options, *rules.slow_to_tune
     for name in (EARLIER_RUN, LESS_MEMORY, *PROPAGATED, *levels, *options):
         assert f"*{name}*" in section, name

@@ -224,5 +224,21 @@ def test_layers_in_turn_are_measured_in_one_pair_of_both_kinds():
     )
 
 
+def test_segments_under_other_options_have_other_records():
+    step, args = build_model("moe", **TINY["moe"])
+    analysis, estimates = estimated(step, args, (("x", 2),), donate_argnums=0)
+    costs = Costs(analysis, Rates.default((("x", 2),)))
+    known = {"one": presets(analysis.frame)["fully_sharded"]}
+    plain = RequestBuilder(costs, known, estimates, ())
+    options, keys = {"xla_b": "1", "xla_a": "2"}, []
+    for maker in (plain, replace(plain, options=options)):
+        items = maker.first(1, 0)
+        items += [rematerialize(analysis, (), one, "", {}) for one in items[:1]]
+        jobs = [job for one in items for job in one.jobs]
+        assert all(job.options == tuple(sorted(maker.options.items())) for job in jobs)
+        keys.append({job.key.digest for job in jobs})
+    assert keys[0].isdisjoint(keys[1])
+
+
 def segments_of(analysis, kind):
     return sum(segment.kind == kind for segment in analysis.segments)

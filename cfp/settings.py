@@ -67,13 +67,6 @@ LIMITED_TIME = 1.1
 # After this many compiled candidates that do not fit, only candidates known to fit are
 # compiled; then at most as many smaller ones, or one if time is over. Guess.
 MOST_REFUSED = 8
-# Before XLA has tuned any kernel: candidates compiled ahead of all others, and
-# candidates compiled side by side. One H200 had the first of 18 after 86 s and all
-# after 96, compiled six at once and beside another model. With three first, alone, it
-# had them after 10, 14 and 19 s, and the other 15 after 55 s, six at once. Compiling
-# six at once takes as long as one by one, since one GPU tunes for all.
-TUNED_FIRST = 1
-TUNING_AT_ONCE = 2
 # A candidate slower than this multiple of the fastest leaves the race. The first limit
 # is for the look before the turns (or the first turn without a look) and between two
 # races, the second for each other turn. decisions.md, "Kernels are measured in place of

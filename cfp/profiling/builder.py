@@ -100,20 +100,11 @@ class BuildEnvironment:
         """Folder of compiled steps under plans; None for no caches."""
         return self.folder and self.folder / "executables"
 
-    def autotune_dir(self, platform: str) -> Path | None:
-        """Folder of XLA's autotuning results; None except on GPUs with caches."""
-        is_gpu = platform in GPU_PLATFORMS
-        return self.folder / "autotune" if is_gpu and self.folder else None
-
-    def is_untuned(self, platform: str) -> bool:
-        """True if the platform has a folder of autotuning results, still empty."""
-        tuned = self.autotune_dir(platform)
-        return bool(tuned) and not any(one.is_file() for one in tuned.rglob("*"))
-
     def options(self, platform: str) -> dict[str, str]:
         """Returns compiler options that name the caches, and makes their folder."""
-        if (tuned := self.autotune_dir(platform)) is None:
+        if self.folder is None or platform not in GPU_PLATFORMS:
             return {}
+        tuned = self.folder / "autotune"
         make_private_folder(tuned)  # XLA refuses one that is missing.
         return {"xla_gpu_per_fusion_autotune_cache_dir": str(tuned)}
 

@@ -46,14 +46,7 @@ from cfp.race.programs import (
 )
 from cfp.search.guided import Candidate, prediction_of
 from cfp.search.solver import Problem
-from cfp.settings import (
-    STAY_AFTER_LOOK,
-    TUNED_FIRST,
-    TUNING_AT_ONCE,
-    WORTH_HAVING,
-    ConstraintLevel,
-    defaults_of,
-)
+from cfp.settings import STAY_AFTER_LOOK, WORTH_HAVING, ConstraintLevel, defaults_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,17 +158,14 @@ def build_each(
         does not fit. Programs that were not begun are absent.
     """
     wanted = {one.job.key.digest: one for one in programs}
-    built, most_bytes, threads = builder.built, builder.budget_bytes, builder.at_once
+    built, most_bytes = builder.built, builder.budget_bytes
     there = {
         digest: replace(ready, key=one.job.key)
         for digest, one in wanted.items()
         if (ready := built.get(one.identity)) is not None
     }
     jobs = [one.job for digest, one in wanted.items() if digest not in there]
-    batches, begun, over = [jobs], count(), count(1)
-    if BuildEnvironment.beside(builder.store.path).is_untuned(builder.platform):
-        threads = min(TUNING_AT_ONCE, threads)
-        batches = [jobs[:TUNED_FIRST], jobs[TUNED_FIRST:]]
+    begun, over = count(), count(1)
 
     def is_late() -> bool:
         return bool(there or next(begun)) and time.monotonic() > builder.end
@@ -195,10 +185,8 @@ def build_each(
             builder.options.tell(waiting_text(job.label, seconds))
 
     outcomes: dict[str, Built | ProfileRecord] = {**there}
-    for batch in batches:
-        outcomes |= build_all(
-            batch, build_one, in_flight, threads=threads, tell=tell, is_late=is_late
-        )
+    how = {"threads": builder.at_once, "tell": tell, "is_late": is_late}
+    outcomes |= build_all(jobs, build_one, in_flight, **how)
     found: dict[str, Built | ProfileRecord] = {}
     for digest, one in wanted.items():
         if (outcome := outcomes.get(digest)) is None:

@@ -183,17 +183,6 @@ def test_compiler_options_are_for_gpus_only(tmp_path):
     assert (tmp_path / "autotune").is_dir()
 
 
-def test_kernels_are_untuned_until_the_compiler_has_kept_some(tmp_path):
-    environment = BuildEnvironment.beside(tmp_path / "profiles.sqlite")
-    assert environment.is_untuned("gpu")
-    assert not environment.is_untuned("cpu")
-    assert not BuildEnvironment().is_untuned("gpu")
-    (tmp_path / "autotune" / "device").mkdir(parents=True)
-    assert environment.is_untuned("gpu")
-    (tmp_path / "autotune" / "device" / "fusion").touch()
-    assert not environment.is_untuned("gpu")
-
-
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_what_the_compiler_gets(case, tmp_path, monkeypatch, platform):
     passed = []

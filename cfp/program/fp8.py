@@ -110,7 +110,7 @@ def rewrite(
             )
         left |= found
     products = _classified(module)
-    last = _last(products)
+    last = _last(products, shardy.main_block(module))
     kinds = {p: {str(v.type.element_type) for v in p.op.operands} for p in products}
     narrow = [one for one in products if kinds[one] <= _NARROW]
     reasons = {one: _reason(one, last, left, least) for one in narrow}
@@ -153,29 +153,32 @@ FP8 = Precision(
 )
 
 
-def _last(products: Sequence[_Product]) -> frozenset[int]:
-    """Returns parameters of forward products on which no other such product depends."""
-    forward = {
-        2 << i: one
-        for i, one in enumerate(products)
-        if one.weight >= 0 and not _is_within(one.op, "transpose(")
-        if min(_sizes(one.op)) > 1  # No vector.
-    }
-    needed = [(one, reduce(or_, one.needs)) for one in forward.values()]
-    of = [
-        one.parameters
-        for bit, one in forward.items()
-        if not any(need & bit for other, need in needed if other != one)
-    ]
-    return frozenset().union(*of)
+def _last(products: Sequence[_Product], block: ir.Block) -> Set[int]:
+    """Returns parameters of forward products that no other forward product needs.
+
+    Of their backward products, if any, one reads what no other backward product makes.
+    """
+    bits = {one: 2 << i for i, one in enumerate(products) if min(_sizes(one.op)) > 1}
+    forward = {p: reduce(or_, p.needs) for p in bits if p.weight >= 0 > p.gradient}
+    backward = [p for p in bits if p.parameters and p not in forward]
+    reads = defaultdict(int, {p.op.results[0]: bits[p] for p in backward})
+    _follow(block, reads, lambda op: op.operands if _is_backward(op) else ())
+    ends, starts, later = (set[int]() for _ in range(3))
+    for p, bit in bits.items():
+        if p not in forward:
+            is_later = any(reads[v] & ~bit for v in p.op.operands)
+            (later if is_later else starts).update(p.parameters)
+        elif not any(of & bit for one, of in forward.items() if one != p):
+            ends |= p.parameters
+    return ends - (later - starts)
 
 
 def _reason(one: _Product, last: Set[int], left: Set[int], least: int) -> str:
     """Returns the reason to leave a product in 16 bits, or ""."""
     if not one.parameters:
         return "not of a parameter and the batch"
-    kept = one.op.attributes
-    if "precision_config" in kept and "HIGH" in str(kept["precision_config"]):
+    asked = {name: str(one.op.attributes[name]) for name in one.op.attributes}
+    if "algorithm" in asked or "HIGH" in asked.get("precision_config", ""):
         return "the step asks for a higher precision"
     if one.parameters & last:
         return "last layer"
@@ -221,8 +224,8 @@ def _classified(module: ir.Module) -> list[_Product]:
     """Returns all products of a module with their roles.
 
     A parameter is an argument whose gradient the step returns, or its new value: of its
-    shape, and made of it by a gradient, or by no product. Values that depend on other
-    arguments are of the batch.
+    shape, and made of it by a gradient, or by no product. If a gradient fits several
+    arguments, it is of one of its dtype. Values of other arguments are of the batch.
     """
     every, block = shardy.walk(shardy.main_function(module)), shardy.main_block(module)
     ops = [op for op in every if op.name == "stablehlo.dot_general"]
@@ -239,25 +242,33 @@ def _classified(module: ir.Module) -> list[_Product]:
     for op in ops:
         roots = tuple(map(_root, op.operands))
         of = tuple(needs[v] for v in op.operands)
-        cotangents = [*map(_is_cotangent, roots)]
+        makers = [shardy.owner_of(_carried(v) or v) for v in roots]  # In a loop, later.
+        cotangents = [maker is not None and _is_backward(maker) for maker in makers]
         gradient = cotangents.index(True) if cotangents.count(True) == 1 else -1
         products.append(_Product(op, roots, -1, gradient, frozenset(), of))
     numbers = {v: i for i, v in enumerate(arguments)}
     known, state = _known(_multiplied(products, numbers, -1)), dict[ir.Value, int]()
+    read = (op.operands for op in every if not _is_within(op, "transpose("))
+    left = reduce(or_, (parts[v] for v in chain.from_iterable(read)), 0)
+    bits = {p: seeds[p.op.results[0]] & left for p in products if _is_backward(p.op)}
+    gradients = {p: bit for p, bit in bits.items() if bit}
+    fits = defaultdict[int, set[ir.Value]](set)  # By the bits of a gradient's products.
     for one in shardy.returned(block.region):
         if needs[one] & _COTANGENT or not needs[one] & (1 << first) - 2:
-            bits = parts[one]
-            made = [p for i, p in enumerate(products) if bits & 2 << i]
-            of = set().union(*(_made(p, known) for p in made if _is_backward(p.op)))
-            state |= {
-                v: i
-                for v, i in numbers.items()
-                if v.type.shape == one.type.shape and (bits & seeds[v] or i in of)
-            }
+            alike = {v: i for v, i in numbers.items() if v.type.shape == one.type.shape}
+            state |= {v: i for v, i in alike.items() if parts[one] & seeds[v]}
+            of = {p: _made(p, known) for p in gradients if bits[p] & parts[one]}
+            some = alike.keys() & {arguments[i] for i in chain(*of.values())}
+            typed = {v for v in some if v.type == one.type}
+            fits[sum(bits[p] for p in of if of[p])] |= typed or some
+    for some in fits.values():  # Each gradient is of one argument.
+        if len([one for one in fits.values() if one and one <= some]) >= len(some):
+            state |= {v: numbers[v] for v in some}
     batch = sum(seeds[v] for v in numbers.keys() - state.keys())
     factors = _multiplied(products, state, batch)
     known = _known(factors)
-    others = {p.op: replace(p, parameters=_made(p, known)) for p in products}
+    others = {p.op: p for p in products}
+    others |= {p.op: replace(p, parameters=_made(p, known)) for p in gradients}
     return [*(others | {one.op: one for one in reversed(factors)}).values()]
 
 
@@ -367,18 +378,11 @@ def _carried(value: ir.Value) -> ir.Value | None:
 
 def _is_backward(op: ir.Operation) -> bool:
     """True if differentiation made an op, and not to compute the forward pass again."""
-    is_again = _is_within(op, "rematted_computation")
-    return _is_within(op, "transpose(") and not is_again
+    return _is_within(op, "transpose(") and not _is_within(op, "rematted_computation")
 
 
 def _is_within(op: ir.Operation, scope: str) -> bool:
     return scope in shardy.location_name(op.location)
-
-
-def _is_cotangent(root: ir.Value) -> bool:
-    """True if a backward op makes a value, or the value that follows it in a loop."""
-    maker = shardy.owner_of(_carried(root) or root)
-    return maker is not None and _is_backward(maker)
 
 
 def _dims(value: ir.Value) -> tuple[int, ...]:
@@ -416,7 +420,12 @@ def _quantized(value: ir.Value, kind: str, known: _Copies) -> _Copy:
     """Returns a value in FP8, and its scale; quantizes before transposes, reshapes."""
     value, moves = _unmoved(value)
     if (value, kind) not in known:
-        known[value, kind] = _put_quantization(value, kind)
+        begin, after = ir.InsertionPoint.at_block_begin, ir.InsertionPoint.after
+        owner, maker = value.owner, shardy.owner_of(value)
+        location = maker.location if maker else ir.Location.unknown()
+        with begin(owner) if isinstance(owner, ir.Block) else after(owner), location:
+            number, scale = shardy.graft(_lowered(aval_of(value.type), kind), [value])
+        known[value, kind] = number, scale
     found, scale = known[value, kind]
     for move in reversed(moves):
         with ir.InsertionPoint(move):
@@ -439,17 +448,6 @@ def _is_move(op: ir.Operation) -> bool:
     """True for transposes, reshapes, and broadcasts that repeat no number."""
     values = [*op.operands, *op.results] if op.name in _MOVES else []
     return len({prod(value.type.shape) for value in values}) == 1
-
-
-def _put_quantization(value: ir.Value, kind: str) -> _Copy:
-    """Quantizes a value behind its maker; returns the FP8 numbers and their scale."""
-    text = _lowered(aval_of(value.type), kind)
-    begin, after = ir.InsertionPoint.at_block_begin, ir.InsertionPoint.after
-    owner, maker = value.owner, shardy.owner_of(value)
-    location = maker.location if maker else ir.Location.unknown()
-    with begin(owner) if isinstance(owner, ir.Block) else after(owner), location:
-        number, scale = shardy.graft(text, [value])
-    return number, scale
 
 
 @lru_cache(maxsize=256)

@@ -692,11 +692,12 @@ def none_returned(w, x):
 
 WEIGHTS = dict.fromkeys(("a", "b", "head"), (WIDTH, WIDTH))
 USUAL = {TAKEN: {"w/a": 2, "w/b": 3}, "last layer": {"w/head": 3}}
-STAYS, UNCLEAR = "not of a parameter and the batch", "which operand is the gradient"
+STAYS = "not of a parameter and the batch"
+PRECISE = "the step asks for a higher precision"
 SQUARES = {
     gradients: (1, WEIGHTS, USUAL),
     frozen: (2, WEIGHTS, {**USUAL, STAYS: {"": 1}}),
-    ids: (2, WEIGHTS, {**USUAL, f"{UNCLEAR} is not clear": {"w/a": 1}}),
+    ids: (2, WEIGHTS, {**USUAL, STAYS: {"": 1}}),
     attending: (3, WEIGHTS, {**USUAL, STAYS: {"": 2}}),
     penalized: (1, WEIGHTS, {**USUAL, STAYS: {"": 3}}),
     preconditioned: (
@@ -726,11 +727,7 @@ SQUARES = {
     precise: (
         1,
         WEIGHTS,
-        {
-            **USUAL,
-            TAKEN: {"w/a": 2},
-            "the step asks for a higher precision": {"w/b": 3},
-        },
+        {**USUAL, TAKEN: {"w/a": 2}, PRECISE: {"w/b": 3}},
     ),
     none_returned: (1, WEIGHTS, {STAYS: {"": 3}}),
 }
@@ -747,6 +744,174 @@ def squares(step):
 def test_parameters_and_last_layers_are_told_by_what_depends_on_what(step):
     args, expected = squares(step)
     assert dict(lowered(step, args)[0].rewritten.products) == expected
+
+
+# Steps with float32 parameters, and products of what is none beside theirs.
+def entropy(h, w):
+    logits = (h @ w.astype(h.dtype)).astype(jnp.float32)
+    return (jax.nn.logsumexp(logits, -1) - logits[:, 0]).mean()
+
+
+def table(w, x, other):
+    def loss(w):
+        z = x @ other
+        return entropy(jnp.tanh(x @ w["a"].astype(x.dtype) + z), w["head"]), z
+
+    return jax.value_and_grad(loss, has_aux=True)(w)
+
+
+def delta(w, x, base):
+    def loss(w):
+        h = x
+        for name in "ab":
+            h = jnp.tanh(h @ base[name] + h @ w[name].astype(x.dtype))
+        return entropy(h, w["head"])
+
+    return jax.value_and_grad(loss)(w)
+
+
+def gate(w, x, base):
+    def loss(w):
+        h = jnp.tanh(x @ w["a"].astype(x.dtype)) * jnp.tanh(x @ base)
+        return entropy(jnp.tanh(h @ w["b"].astype(x.dtype)), w["head"])
+
+    return jax.value_and_grad(loss)(w)
+
+
+def query(w, x, base):
+    def loss(w):
+        scores = (x @ w["a"].astype(x.dtype)) @ (x @ base).T
+        return entropy(jax.nn.softmax(scores) @ x, w["head"])
+
+    return jax.value_and_grad(loss)(w)
+
+
+def hidden(w, x):
+    h = jnp.tanh(x @ w["a"].astype(x.dtype))
+    return jnp.tanh(h @ w["b"].astype(x.dtype))
+
+
+def distilled(w, x, teacher):
+    def loss(w):
+        outs = [hidden(p, x) @ p["head"].astype(x.dtype) for p in (w, teacher)]
+        return sum_of_squares(outs[0] - outs[1])
+
+    return jax.value_and_grad(loss)(w)
+
+
+def updated(w, x, teacher):
+    loss, g = distilled(w, x, teacher)
+    return jax.tree.map(lambda p, g: p - g, w, g), loss
+
+
+def attending_itself(w, x):
+    def loss(w):
+        h = jnp.tanh(x @ w["a"].astype(x.dtype))
+        h = jnp.tanh(h @ h.T / 8 + h @ w["b"].astype(x.dtype))
+        return entropy(h, w["head"])
+
+    return jax.value_and_grad(loss)(w)
+
+
+def model(w, x):
+    return entropy(hidden(w, x), w["head"])
+
+
+whole = jax.checkpoint(model)
+head = jax.checkpoint(entropy)
+
+
+def rematerialized(w, x):
+    return jax.grad(whole)(w, x)
+
+
+def rematerialized_head(w, x):
+    return jax.grad(lambda w: head(hidden(w, x), w["head"]))(w)
+
+
+def value_not_returned(w, x):
+    return jax.value_and_grad(whole)(w, x)[1]
+
+
+def accumulated(w, x):
+    def add(total, x):
+        return jax.tree.map(jnp.add, total, jax.grad(whole)(w, x)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, w)
+    return jax.lax.scan(add, zeros, jnp.stack([x, 2 * x]))[0]
+
+
+def mapped(w, x):
+    both = jnp.stack([x, 2 * x])
+    return jax.grad(lambda w: jax.vmap(partial(whole, w))(both).mean())(w)
+
+
+def by_map(w, x):
+    both = jnp.stack([x, 2 * x])
+    return jax.grad(lambda w: jax.lax.map(partial(whole, w), both).mean())(w)
+
+
+def algorithm(w, x):
+    def loss(w):
+        first = jnp.dot(x, w["a"].astype(x.dtype), precision="BF16_BF16_F32")
+        return entropy(jnp.tanh(first), w["head"])
+
+    return jax.grad(loss)(w)
+
+
+THREE = dict.fromkeys(("a", "b", "head"), (WIDTH, WIDTH))
+TWO = {name: THREE[name] for name in ("a", "head")}
+SQUARE = (WIDTH, WIDTH)
+LAST = {"last layer": {"w/head": 3}}
+FIRST, BOTH = {TAKEN: {"w/a": 2}}, {TAKEN: {"w/a": 2, "w/b": 3}}
+AGAIN = {TAKEN: {"w/a": 3, "w/b": 4}, "last layer": {"w/head": 4}}
+DOUBTS = {
+    table: (TWO, [SQUARE], FIRST | LAST | {STAYS: {"": 1}}),
+    delta: (THREE, [{"a": SQUARE, "b": SQUARE}], BOTH | LAST | {STAYS: {"": 3}}),
+    gate: (THREE, [SQUARE], BOTH | LAST | {STAYS: {"": 1}}),
+    query: (TWO, [SQUARE], FIRST | LAST | {STAYS: {"": 5}}),
+    distilled: (THREE, [THREE], BOTH | LAST | {STAYS: {"": 3}}),
+    attending_itself: (THREE, [], BOTH | LAST | {STAYS: {"": 3}}),
+    rematerialized: (THREE, [], BOTH | LAST),
+    rematerialized_head: (THREE, [], BOTH | LAST),
+    value_not_returned: (THREE, [], BOTH | LAST),
+    accumulated: (THREE, [], BOTH | LAST),
+    mapped: (THREE, [], BOTH | LAST),
+    by_map: (THREE, [], AGAIN),
+    algorithm: (TWO, [], {PRECISE: {"w/a": 2}} | LAST),
+}
+
+
+def doubt(step, dtype=jnp.bfloat16):
+    shapes, others, expected = DOUBTS[step]
+    rows = WIDTH if step is attending_itself else TOKENS
+
+    def arrays(shapes, dtype):
+        array = partial(jax.ShapeDtypeStruct, dtype=dtype)
+        return jax.tree.map(array, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+    batch = arrays((rows, WIDTH), jnp.bfloat16)
+    return (arrays(shapes, jnp.float32), batch, *arrays(others, dtype)), expected
+
+
+@pytest.mark.parametrize("step", DOUBTS, ids=lambda step: step.__name__)
+def test_only_parameters_count_and_last_layers_stay(step):
+    args, expected = doubt(step)
+    assert dict(lowered(step, args)[0].rewritten.products) == expected
+
+
+def test_of_arguments_of_one_dtype_only_a_new_value_tells_the_parameter():
+    args, expected = doubt(distilled, jnp.float32)
+    assert dict(lowered(updated, args)[0].rewritten.products) == expected
+    products = lowered(distilled, args)[0].rewritten.products
+    assert products[TAKEN] == {"w/b": 3} and products["last layer"] == {"w/head": 3}
+
+
+def test_an_algorithm_by_default_stays():
+    args, _ = squares(gradients)
+    with jax.default_matmul_precision("BF16_BF16_F32"):
+        products = lowered(gradients, args)[0].rewritten.products
+    assert products == {PRECISE: {"w/a": 2, "w/b": 3, "w/head": 3}}
 
 
 def test_a_parameter_that_reads_the_batch_is_left_out_with_its_gradient():

@@ -517,7 +517,7 @@ def _fitting_as_compiled(
 def _predicted(
     analysis: Analysis, problem: Problem | None, candidates: Sequence[Candidate]
 ) -> list[Candidate]:
-    """Returns candidates with their predicted times."""
+    """Returns candidates with predicted times; None if unknown or without problem."""
     times = [prediction_of(analysis, problem, one.choice).time_ms for one in candidates]
     pairs = zip(candidates, times, strict=True)
     return [replace(one, predicted_ms=time_ms) for one, time_ms in pairs]

@@ -243,8 +243,8 @@ class _Planning:
         times = times or {name: one.plan.predicted_ms for name, one in found.items()}
         if len(found) > 1 and not any(times.values()):
             raise CfpError(
-                f"Without a race, times under the preset {self.options.preset!r} are "
-                f"not known. Set race=True, or pass one of {', '.join(found)}."
+                f"Times under the preset {self.options.preset!r} need a race. Set "
+                f"race=True, or plan one of these alone: {'; '.join(found)}."
             )
         best = min(found, key=lambda name: times.get(name) or inf)
         plan = found[best].plan

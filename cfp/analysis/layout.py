@@ -262,9 +262,9 @@ class Layout:
         self.axes.update(group_axes(self.frame, group.index, wide, False))
 
     def read_spec(self, value: int) -> Spec | None:
-        """Returns the spec in which a value's first reader, in program order, reads it.
+        """Returns the spec in which a value's first laid-out reader reads it, or None.
 
-        Readers that gather it count only if there are no others. None without readers.
+        Readers in updates do not count; readers that gather it only without others.
         """
         gathered = None
         program = self.frame.program

@@ -360,7 +360,7 @@ def _is_view(program: Program, op: Op) -> bool:
 
 @searched_once
 def summed_in_two_orders(program: Program) -> frozenset[int]:
-    """Ids of summed values that combine tensors whose dims have different orders."""
+    """Ids of fused inputs of sums, made of tensors with different orders of dims."""
     orders: dict[int, frozenset[Order]] = {}
     found = set()
     for op in program.ops:

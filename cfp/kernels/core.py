@@ -311,7 +311,7 @@ class Steps:
         return [*found, self._pass({name: backward[name] for name in _GRADIENTS})]
 
     def _role(self, number: int) -> str:
-        """Name of a contraction's result: "out", "dq", "dk" or "dv"."""
+        """Names a contraction's result "out", "dq", "dk", "dv"; or raises Different."""
         [arg] = self._steps_of(number)
         own, out = (
             {*self._letters(self._places[n], "?")} - {"", "?"} for n in (arg, number)

@@ -614,7 +614,7 @@ class Reader:
     # -- rows without keys -------------------------------------------------------------
 
     def _empty(self) -> str:
-        """Output of a query that sees no key: MEAN or NAN."""
+        """Output of a query that sees no key: MEAN or NAN; or raises Different."""
         passes = {states in self.table.passing for states in self.table.hidden}
         if len(self.table.fills) != 1 or len(passes) > 1:
             raise Different(

@@ -158,7 +158,7 @@ def _are_leaves(
 def _are_arguments(static: tuple[int | str, ...]) -> tuple[int | str, ...]:
     for key in static:
         if not (key.isprintable() if isinstance(key, str) else 0 <= key < 1000):
-            raise ValueError("printable names, and positions from 0 to 999")
+            raise ValueError("names or positions (0 to 999) of static arguments")
     _check_once(static, "argument")
     return static
 

@@ -93,7 +93,7 @@ class _Product:
 def rewrite(
     module: ir.Module, precision: str, names: Sequence[str], mesh: Any
 ) -> dict[str, dict[str, int]]:
-    """Rewrites products of a normalised module to FP8, in place; see `Precision`.
+    """Moves products to FP8 in place; returns {`TAKEN` or reason: {path: number}}.
 
     Raises:
         OptionError: a path that is left out matches no argument.

@@ -250,7 +250,7 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (lambda plan: few(plan.uneven), "whole, since the mesh does not divide it: {}"),
     (
         lambda plan: few(plan.replicated_ops),
-        "every device runs in full, with its share of all bytes made: {} (kernels: see "
+        "not sharded, with the share of the bytes that all ops make: {} (kernels: see "
         "docs/kernels.md)",
     ),
     (

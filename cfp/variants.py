@@ -107,14 +107,8 @@ def complete_plan(
     if moved := [argument for argument, _ in made.in_host]:
         kept, both_ways = host_bytes(lay_out(analysis.frame, winner.choice), moved)
         search |= {"host_bytes": kept, "host_ms": both_ways / HOST_BYTES_PER_MS}
-    made = with_figures(
-        replace(made, search=search),
-        analysis,
-        outcome,
-        context.defaults.replacing,
-        context.settings.dimensions,
-        context.budget_bytes,
-    )
+    how = context.defaults.replacing, context.settings.dimensions, context.budget_bytes
+    made = with_figures(replace(made, search=search), analysis, outcome, *how)
     return FoundPlan(plan=made, analysis=analysis, winner=winner)
 
 
@@ -253,6 +247,8 @@ class _Planning:
             for one in tried:
                 name, known = one.variant.name, one.estimate.time_ms
                 why = one.note or str(one.error or "")
+                if plan.in_host and one.error:
+                    why = f"State in host memory was tried for {best} only. {why}"
                 if result := raced.get(name):
                     why = race_row(result).note
                 row = VariantFigures(

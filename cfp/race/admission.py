@@ -433,8 +433,7 @@ def no_winner(
         f"The smallest plan found, {best.name!r}, needs "
         f"{format_bytes(needed, up=True)} on each device, "
         f"{format_bytes(needed - most, up=True)} more than the budget of "
-        f"{format_bytes(most)}. A budget of {format_bytes(needed, up=True)} fits, and "
-        "a smaller one may."
+        f"{format_bytes(most)}. Budgets between the two were not searched."
     )
     size = best.size
     use = {
@@ -477,8 +476,8 @@ def least_short(
         )
     if late:
         least = least.with_line(
-            f"There was no time to plan {', '.join(late)}: with a longer --time-budget "
-            "one may fit."
+            f"There was no time to plan {', '.join(late)}. Give planning more "
+            "(--time-budget, cfp.PlannerSettings(seconds=...))."
         )
     return least
 
@@ -529,5 +528,5 @@ def _advice(
         return f"{advice}."
     return (
         f"{advice}. {len(choice.remat)} of {len(able)} possible segments are "
-        "rematerialized; jax.checkpoint in the model (zoo: --remat) keeps less."
+        "rematerialized; jax.checkpoint in the model (cfp models: --remat) keeps less."
     )

@@ -153,6 +153,8 @@ def test_the_fastest_of_meshes_that_all_lack_memory(mesh, tmp_path):
     assert found.plan.in_host
     times = [one.step_ms for one in found.plan.figures.variants]
     assert len(times) - times.count(None) == 1
+    [why] = [one.note for one in found.plan.figures.variants if not one.taken]
+    assert why.startswith(f"State in host memory was tried for {found.name} only. ")
 
 
 def test_it_is_saved_loaded_and_run(plan, mesh, tmp_path):

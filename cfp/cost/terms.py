@@ -335,7 +335,7 @@ class Terms:
         return terms.reads.get(self.same(main), ())
 
     def narrowed(self, reads: Sequence[int], main: int) -> float:
-        """Factor, at most 1, by which a cast among `reads` shrinks parameter `main`."""
+        """Factor, at most 1, by which a cast among ops `reads` shrinks value `main`."""
         program = self.frame.program
         whole = dtype_bytes(program.values[main].dtype)
         casts = [program.ops[op] for op in reads if program.ops[op].kind == "convert"]

@@ -250,8 +250,8 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (lambda plan: few(plan.uneven), "whole, since the mesh does not divide it: {}"),
     (
         lambda plan: few(plan.replicated_ops),
-        "not sharded, with the share of the bytes that all ops make: {} (kernels: see "
-        "docs/kernels.md)",
+        "ops that every device runs in full (% of the bytes that all ops make): {} "
+        "(see docs/kernels.md)",
     ),
     (
         lambda plan: few(plan.figures.kernels) if plan.figures else (),

@@ -61,7 +61,6 @@ from cfp.variants import (
     find_fastest,
     wrong_kernels,
 )
-from cfp.view.words import few
 
 
 def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
@@ -140,7 +139,7 @@ def plan(
             preset). A :func:`cfp.described` mesh gives an estimated plan, and nothing
             runs; ``plan.on(mesh)`` uses the plan later. An `AbstractMesh` plans on a
             Ray cluster, with ``PlannerSettings(ray=...)``.
-        quiet: True shows no progress and no warnings. By default a terminal shows
+        quiet: True shows no progress; warnings stay. By default a terminal shows
             progress, and other outputs get a line on standard error every 30 s.
         static_argnums, static_argnames: arguments that are not arrays.
         donate_argnums, donate_argnames: arguments that the step may overwrite, usually
@@ -195,17 +194,17 @@ def plan(
         for name, one in _meshes(mesh, how, preset).items()
     ]
     found = find_fastest(run_passes, variants, options, quiet=quiet).plan
-    warn_undivided(found, quiet)
+    _warn_undivided(found)
     return found
 
 
-def warn_undivided(plan: Plan, quiet: bool) -> None:
-    """Warns, unless `quiet`, of undonated arguments that the mesh does not divide."""
+def _warn_undivided(plan: Plan) -> None:
+    """Warns of undonated arguments that the mesh does not divide."""
     given = {n.partition("/")[0] for n in compress(plan.arg_names, plan.donated)}
     whole = [one for one in plan.uneven if one.split("/")[0].split()[0] not in given]
-    if whole and not quiet:
+    if whole:
         warn(
-            f"The mesh does not divide {few(whole)}: every device has all of it. "
+            f"The mesh does not divide {', '.join(whole)}: every device has all of it. "
             "Pad it, or choose a size that the mesh divides."
         )
 

@@ -27,7 +27,7 @@ _STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 # Names of folders of installed packages, anywhere on PYTHONPATH.
 _INSTALLED = {"site-packages", "dist-packages"}
 
-_MOST_SUMMARY = 200  # characters
+_MOST_SUMMARY = 300  # characters of a line
 _MOST_NAMES, _FEW_NAMES = 24, 5  # All names of a list; else the first.
 
 
@@ -89,11 +89,10 @@ def warn(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
-def summary_of(error: BaseException) -> str:
-    """Returns an exception's type and the first line of its text, shortened."""
-    text = str(error).strip().partition("\n")[0]
-    kind = type(error).__name__
-    return f"{kind}: {text}"[:_MOST_SUMMARY] if text else kind
+def summary_of(error: BaseException, lines: int = 1) -> str:
+    """Returns an exception's type and the first lines of its text, each shortened."""
+    found = [line[:_MOST_SUMMARY] for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, *filter(None, ["\n".join(found[:lines])])])
 
 
 class CfpError(Exception):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from cfp.api import OPTIONS, warn_undivided
+from cfp.api import OPTIONS
 from cfp.api import plan as plan_anew
 from cfp.errors import (
     MemoryBudgetError,
@@ -59,7 +59,7 @@ def parallelize(
             plan, by default as many of the first devices as it needs.
         plan: a saved plan or its file, used without planning; by default the file in
             the environment variable ``CFP_PLAN``. The donated arguments are the plan's.
-        quiet: True shows no progress and no warnings. By default a terminal shows
+        quiet: True shows no progress; warnings stay. By default a terminal shows
             progress, and other outputs get a line on standard error every 30 s.
         options: as for :func:`plan`.
 
@@ -76,6 +76,11 @@ def parallelize(
         raise OptionError(
             "cfp.parallelize takes the step first, and all options by name. Write "
             "cfp.parallelize(step, mesh=mesh)."
+        )
+    if isinstance(fn, ParallelStep | CompiledStep):
+        raise OptionError(
+            "The step is wrapped already. Give the first decorator the plan, "
+            "@cfp.parallelize(plan=...), or pass the function without decorator."
         )
     unknown = sorted(options.keys() - set(OPTIONS))
     if unknown:
@@ -147,7 +152,7 @@ class ParallelStep:
         self._options = {**options}
         self._steps: dict[Any, _Planned] = {}
         self._latest: _Planned | None = None
-        self._told = quiet
+        self._told = False
         self.plans: list[Plan] = []
         self.__name__ = getattr(fn, "__name__", "step")
         self.__doc__ = fn.__doc__
@@ -208,7 +213,7 @@ class ParallelStep:
             return None
         # `parallelize` has refused these beside a given plan.
         ignored = sorted(self._options.keys() & _DECIDES)
-        if ignored and not self._quiet:
+        if ignored:
             warn(
                 f"{PLAN_VARIABLE} names a saved plan, which ignores "
                 f"{', '.join(ignored)}. Unset {PLAN_VARIABLE} to plan with these."
@@ -287,7 +292,6 @@ class ParallelStep:
             found = self._find(step, args, kwargs, options)
             tell = how.progress or (lambda _: None)
             planned = _Planned(now, found, found.compile_bound(tell))
-        warn_undivided(found, self._quiet)
         return planned
 
     def _find(

@@ -373,11 +373,7 @@ def _rows(
 def _made(
     leaves: Sequence[Any], places: Sequence[Any], rows: Mapping[int, int], seed: int
 ) -> list[Any]:
-    """Puts arrays on the devices, and draws small random numbers for shapes.
-
-    Args:
-        rows: for leaves that are indices of rows, the number of rows.
-    """
+    """Puts arrays on devices, and draws numbers for shapes; indices below `rows`."""
     drawn = {
         i: leaf
         for i, leaf in enumerate(leaves)

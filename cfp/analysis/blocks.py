@@ -179,9 +179,7 @@ class _Labels:
     def _fill(self, labels: list[int], directions: tuple[bool, ...]) -> None:
         """Labels unlabelled ops like the neighbour at their largest value, in place.
 
-        Args:
-            directions: for each pass, True to look at operands, in program order; False
-                to look at readers of results, in reverse order.
+        A direction is True for operands, in program order; False for readers, reversed.
         """
         program = self.program
         for forward in directions:

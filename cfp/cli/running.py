@@ -21,7 +21,7 @@ from cfp.cli import options as o
 from cfp.cli.options import Answer, mode_of, save
 from cfp.cli.session import analyse, check_writable, target_of
 from cfp.errors import CfpError
-from cfp.plan.execute import other_devices
+from cfp.plan.execute import device_difference
 from cfp.plan.plan import Plan
 from cfp.printable import parse_bytes
 from cfp.view.console import Display, Rows, print_view, row_of, wrapped
@@ -207,7 +207,7 @@ def run(ctx: typer.Context, given: Any) -> Answer:
             progress=display.tell,
         )
     where = used.mesh_axes, used.environment, [*devices_mesh.devices.flat]
-    if elsewhere := other_devices(*where):
+    if elsewhere := device_difference(*where):
         elsewhere += ": results are the step's; times are not the planned devices'."
 
     def show() -> None:

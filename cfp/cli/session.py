@@ -42,6 +42,7 @@ def target_of(ctx: typer.Context, plan: Plan | None = None) -> tuple[Target, Mes
         donate=given.get("donate") or (),
         static=given["static"] or (),
         plan=plan,
+        virtual="platform" in given,
     )
 
 
@@ -54,6 +55,7 @@ def open_target(
     donate: Sequence[int] = (),
     static: Sequence[int] = (),
     plan: Plan | None = None,
+    virtual: bool = True,
 ) -> tuple[Target, Mesh]:
     """Finds a target, and makes its mesh.
 
@@ -62,6 +64,7 @@ def open_target(
         options: the target's options on the command line.
         axes, platform_name: mesh axes and platform; None for the plan's or JAX's.
         plan: default for axes, platform and static arguments.
+        virtual: False if the command has no --platform.
 
     Raises:
         CfpError: the target, platform or number of devices is unknown, or the target
@@ -71,8 +74,8 @@ def open_target(
     if plan is not None:
         kind = plan.environment.get("device_kind", "the planned kind")
         remedy = f"Run this command on devices of {kind}; or try it here with "
-        remedy += "--other-devices, on virtual ones with --platform cpu, too, "
-        remedy += "if the step draws no random numbers."
+        remedy += f"--other-devices{', on virtual ones with --platform cpu,' * virtual}"
+        remedy += " if the step draws no random numbers."
         axes = axes or plan.mesh_axes
         on_cpu = plan.environment.get("platform") == "cpu"
         platform_name = platform_name or ("cpu" if on_cpu else None)

@@ -45,7 +45,7 @@ from cfp.settings import defaults_of
 Axes = tuple[tuple[str, int], ...]
 
 # Share of a GPU's memory that JAX uses by default.
-_TAKEN_SHARE = 0.75
+TAKEN_SHARE = 0.75
 _SHORT = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x(?P<kind>[A-Za-z][\w-]*)")
 _SLICE = re.compile(r"(?P<kind>[A-Za-z][\w-]*):([1-9]\d*(?:x[1-9]\d*)*)")
 _CHIPS = re.compile(r"([A-Za-z]\w*)-(1|2|4|8|16|32|64|128|256)")
@@ -118,7 +118,7 @@ class DescribedMesh:
     @property
     def memory_bytes(self) -> int:
         """Bytes of a device's memory that programs may use."""
-        share = 1.0 if self.cluster.torus else _TAKEN_SHARE
+        share = 1.0 if self.cluster.torus else TAKEN_SHARE
         return int(share * self.cluster.kind.memory_bytes)
 
     @property

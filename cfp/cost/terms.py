@@ -193,9 +193,7 @@ class Terms:
     ) -> float:
         """Estimates ms to reshard a tensor of `size` bytes; see :func:`transition`.
 
-        Args:
-            group: storage group of the parameter, if the tensor is one or its gradient.
-                The compiler combines some collectives of such tensors.
+        The compiler combines some collectives of tensors with a storage `group`.
         """
         count = 1 if group is None else self._alike_state[self._state_key(group)]
         steps = transition(size, have, unreduced, want, self.frame.mesh)

@@ -136,7 +136,9 @@ def resolved(program: Program, mesh: Mesh, constraints: Constraints) -> Constrai
         if one is None or reason:
             raise PlanMismatch(
                 f"The plan computes the {name} of op {op} by {how[0]}, which the "
-                f"step's program, or these devices, do not allow: {reason}. Plan again."
+                f"step's program, or these devices, do not allow: {reason}. Plan "
+                "again without: cfp plan --attention none, or "
+                "PlannerSettings(attention=())."
             )
         found += one.replacements(program)
     return replace(constraints, replaced=tuple(found))

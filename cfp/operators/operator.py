@@ -376,13 +376,10 @@ def linear_cross_entropy(
 
 @jax.checkpoint
 def _part(x: Array, kernel: Array, first: Array, labels: Array) -> tuple[Array, Array]:
-    """Logsumexp over a part of the vocabulary, and the labels' logits, each [tokens].
+    """Logsumexp over part of the vocabulary, and the labels' logits, each [tokens].
 
-    Args:
-        x: [tokens, hidden].
-        kernel: [part, hidden].
-        first: index of the part's first word; labels outside the part give logit 0.
-        labels: [tokens].
+    `x` is [tokens, hidden], `kernel` [part, hidden]; labels outside the part, which
+    begins at word `first`, give logit 0.
     """
     logits = jnp.einsum("th,vh->tv", x, kernel, preferred_element_type=jnp.float32)
     place = labels - first

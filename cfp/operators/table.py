@@ -25,12 +25,7 @@ Form = Callable[..., Mapping[str, Any]]
 
 
 def _attention(name: str, plain: Form, fused: Form) -> dict[tuple[str, str], Function]:
-    """Entries of `IMPLEMENTATIONS` for an attention operator.
-
-    Args:
-        plain: from query, key and other arguments to `all_scores`'s keywords.
-        fused: from the same to keywords of `attention_jax_nn`.
-    """
+    """Entries of `IMPLEMENTATIONS`, from keywords of `all_scores` and of `jax.nn`."""
 
     def by(attend: Function, form: Form) -> Function:
         return lambda query, key, value, *rest: attend(

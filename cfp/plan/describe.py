@@ -180,7 +180,7 @@ def uneven_arguments(layout: Layout) -> tuple[str, ...]:
 
 
 def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
-    """Describes shardable batch arguments, not `named`, that no axis divides."""
+    """Describes batch arguments, not `named`, that no axis divides, if any shards."""
     frame = layout.frame
     program, sizes = frame.program, frame.mesh
     over = mesh_text(sizes)
@@ -189,8 +189,8 @@ def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
         shape = program.values[program.args[position]].shape
         name = program.arg_names[position]
         divided = not sizes or any(shape[0] % size == 0 for _, size in sizes)
-        if not (rank or divided or name in named or any(layout.arg_spec(position))):
-            found[program.args[position]] = f"{name} ({shape[0]} over {over})"
+        if not (rank or divided or any(layout.arg_spec(position))):
+            found[position] = f"{name} ({shape[0]} over {over})"
     if found:
         every = range(len(program.ops))
         classes = DimClasses(program, every, (), frame.canonical, axis_size=1)
@@ -201,9 +201,8 @@ def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
             for factor in range(len(rule.sizes))
         )
         able = {classes.of_factor(*one) for one in factors}
-        for value, text in found.items():
-            if classes.of_dim(value, 0) in able:
-                yield text
+        if any(classes.of_dim(program.args[i], 0) in able for i in found):
+            yield from (found[i] for i in found if program.arg_names[i] not in named)
 
 
 def describe_uncounted(program: Program) -> tuple[str, ...]:
@@ -334,13 +333,10 @@ def sharded_kernels(layout: Layout) -> tuple[str, ...]:
 
 
 def _lost_ms(layout: Layout, op: Op, inside: Sequence[Op], rates: Rates) -> float:
-    """Estimates the ms lost because every device runs an op in full.
+    """Estimates the ms lost because every device runs an op (`inside`) in full.
 
     Lost is the time beyond one device's equal part, and the time to gather operands. If
     the FLOPs of an op without a sharding rule are unknown, only its bytes count.
-
-    Args:
-        inside: the op itself, or the ops of a loop's body.
     """
     program, mesh = layout.frame.program, layout.frame.mesh
     total = 0.0

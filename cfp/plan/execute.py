@@ -89,7 +89,7 @@ class Arguments:
 Axes = Sequence[tuple[str, int]]
 
 
-def other_devices(
+def device_difference(
     axes: Axes, environment: Mapping[str, str], devices: Sequence[Any] | DescribedMesh
 ) -> str:
     """Describes how devices differ from the planned devices; "" if they do not.
@@ -130,7 +130,7 @@ def check_devices(
     Raises:
         PlanMismatch: the devices or this JAX differ.
     """
-    differ = other_devices(axes, environment, devices)
+    differ = device_difference(axes, environment, devices)
     version, remedy = environment.get("jax_version", jax.__version__), ""
     if differ:
         remedy = "Use the plan on its devices (cfp show needs none), or plan for these"

@@ -23,6 +23,7 @@ from cfp.plan.execute import (
     LoweredStep,
     ReusableExecutable,
     check_devices,
+    device_difference,
     export_planned,
     load_or_lower,
     made,
@@ -514,14 +515,15 @@ class Plan:
         is_described = isinstance(mesh, DescribedMesh)
         devices = mesh if is_described else [*planning_mesh(mesh).devices.flat]
         axes = tuple((name, size) for name, size in mesh.shape.items() if size > 1)
-        if axes != self.mesh_axes:
+        differ = device_difference(axes, self.environment, devices)
+        if axes != self.mesh_axes and (other_devices or not differ):
             raise PlanMismatch(
                 f"The plan's mesh is {mesh_text(self.mesh_axes) or 'one device'}, got "
                 f"{mesh_text(axes) or 'one device'}. Pass the plan's mesh (in a "
                 "command leave out --devices and --mesh), or plan again."
             )
         if not other_devices:
-            check_devices(axes, self.environment, devices)
+            check_devices(self.mesh_axes, self.environment, devices)
         here = mesh if isinstance(mesh, Mesh) else None
         return replace(self, mesh=here, raced=None)
 

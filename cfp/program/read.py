@@ -355,11 +355,9 @@ def _text(
     names: dict[ir.Value, str],
     kept: Set[ir.Operation] | None,
 ) -> str:
-    """Returns an op's attributes and regions as text.
+    """Returns an op's attributes and regions as text; fills `names` of regions' values.
 
-    Args:
-        names: names of values in the op's regions; filled here.
-        kept: constants whose values the text includes; None for all.
+    Values of constants are in the text if the constant is in `kept`, or `kept` is None.
     """
     if op.name == "stablehlo.constant":
         return "" if kept is not None and op not in kept else _constant(op, index)

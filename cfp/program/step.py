@@ -34,7 +34,7 @@ from jax.tree_util import (
     tree_unflatten,
 )
 
-from cfp.errors import PlanMismatch, StepNotTraceable, place_of
+from cfp.errors import PlanMismatch, StepNotTraceable, place_of, summary_of
 from cfp.program import calling
 from cfp.program.jaxprs import check_settings, cudnn_expected, do_the_same
 from cfp.program.memory import (
@@ -297,18 +297,16 @@ class FlatStep:
                 arguments or surrounding variables would be lost.
         """
         check_settings()
+        name = self.flat_fn.__name__
         around = calling.arrays_around(self.fn, traced=False)
         try:
             with cudnn_expected():
                 traced = self._trace()
         except Exception as error:
-            # The user's code may raise any type.
-            raise StepNotTraceable(
-                f"JAX could not trace {self.flat_fn.__name__!r}: "
-                f"{type(error).__name__}: {self.with_paths(str(error))}"
-                f"{place_of(error)}\n{self._advice(repr(error))}"
-            ) from error
-        name = self.flat_fn.__name__
+            # The user's code may raise any type; some texts contain whole modules.
+            text = f"{self.with_paths(summary_of(error, 3))}\n{self._advice(error)}"
+            said = f"JAX could not trace {name!r}:{place_of(error)}\n{text}".rstrip()
+            raise StepNotTraceable(said) from error
         traced_now = calling.arrays_around(self.fn, traced=True)
         if overwritten := [path for path in traced_now if path in around]:
             raise StepNotTraceable(calling.lost_surroundings_text(name, overwritten))
@@ -316,9 +314,9 @@ class FlatStep:
             raise StepNotTraceable(calling.lost_changes_text(name, lost))
         return traced
 
-    def _advice(self, said: str) -> str:
-        """Returns what to do about an error of tracing."""
-        kinds = (bool, int, float, complex)
+    def _advice(self, error: Exception) -> str:
+        """Returns what to do about an error of tracing; "" for the user's own."""
+        said, kinds = repr(error), (bool, int, float, complex)
         pairs = zip(self.arg_names, self.examples, strict=True)
         numbers = [name for name, one in pairs if isinstance(one, kinds)]
         if not self.avals:
@@ -335,7 +333,8 @@ class FlatStep:
                 "it by cfp's static_argnums or static_argnames, even if jax.jit around "
                 "the step has them."
             )
-        return "The step must be a function that jax.jit accepts."
+        of_jax = isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError)
+        return "The step must be a function that jax.jit accepts." * of_jax
 
     def with_paths(self, text: str) -> str:
         """Replaces ``leaves[28]`` in JAX's text by the argument's path."""

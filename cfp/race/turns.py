@@ -403,13 +403,7 @@ def second_race(
 
 
 def _is_told(samples: Sequence[Sequence[float]]) -> bool:
-    """True if, after two turns or more, the fastest program is clear.
-
-    Each other program ties within 1 %, or was slower in each turn.
-
-    Args:
-        samples: ``[program][turn]`` step times; False if numbers of turns differ.
-    """
+    """True if after two equal turns each program ties, or was slower in each turn."""
     turns = {len(one) for one in samples}
     if len(turns) != 1 or min(turns) < 2:
         return False

@@ -481,11 +481,8 @@ class _Partials(NamedTuple):
 def _walk(chain: Chain, most_ms: float, price: float) -> tuple[list[int] | None, bool]:
     """Finds the choice of least cost that fits and costs at most `most_ms`.
 
-    Args:
-        price: ms per byte, for lower bounds.
-
-    Returns:
-        The picks, or None; and True if no partial choice was dropped for its cost.
+    Lower bounds take `price` ms per byte. Returns the picks, or None; and True if no
+    partial choice was dropped for its cost.
     """
     free, priced = chain.to_go_ms(0.0), chain.to_go_ms(price)
     # Least state of the later segments.

@@ -286,8 +286,21 @@ def chosen_text(plan: Plan) -> str:
     if plan.predicted_ms is None:
         return "by its name"
     if plan.rung == "estimated":
-        return "by estimates; nothing was run" + " or compiled" * (not plan.peak_bytes)
+        rivals = [r.row for r in every if not r.won and r.row.note in ("", NOT_RUN)]
+        compiled = " or compiled" * (not plan.peak_bytes)
+        return f"by estimates; nothing was run{compiled}{_next_text(plan, rivals)}"
     return "by prediction, without a race"
+
+
+def _next_text(plan: Plan, rivals: Sequence[RaceRow]) -> str:
+    """Names the best other candidate by estimate: ``; next, zero1: 0.2 ms``."""
+    times = [(row.predicted_ms, row.name) for row in rivals if row.predicted_ms]
+    if not times:
+        return ""
+    ms, name = min(times)
+    is_tie = ms <= (plan.predicted_ms or 0.0) * (1.0 + ALIKE)
+    form = "; as fast as {}, {:.3f} ms" if is_tie else "; next, {}: {:.3f} ms"
+    return form.format(name, ms)
 
 
 def race_rows(plan: Plan) -> Rows:

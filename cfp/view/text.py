@@ -378,11 +378,7 @@ def _lines(plan: Plan) -> Iterator[str]:
 
 
 def _code(spec: Spec, kind: str | None = None) -> str:
-    """Writes a sharding as Python: ``P(None, 'x')``.
-
-    Args:
-        kind: the tensor's type in JAX, which may have fewer dims than the spec.
-    """
+    """Writes a sharding as Python, ``P(None, 'x')``, with the dims of JAX's `kind`."""
     rank = len(spec) if kind is None else len(shape_of(kind))
     dims = spec[:rank]
     parts = [repr(one[0]) if len(one) == 1 else repr(one or None) for one in dims]

@@ -8,7 +8,7 @@ from math import prod
 
 from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.analysis.strategies import Spec
-from cfp.cost.described import kind_of
+from cfp.cost.described import TAKEN_SHARE, kind_of
 from cfp.plan.parts import (
     VARIANTS_SECONDS,
     MoveFigure,
@@ -266,7 +266,9 @@ def budget_text(plan: Plan) -> str:
     if reserve:
         asked, kept = map(format_bytes, (budget + reserve, reserve))
         return f"{text}: the budget of {asked} less {kept} that the allocator may add"
-    return text
+    is_usual = "described" in plan.environment and budget == int(TAKEN_SHARE * whole)
+    share = ", JAX's default share (XLA_PYTHON_CLIENT_MEM_FRACTION)"
+    return text + share * is_usual
 
 
 # Types in which a platform multiplies float32, for the rates in its device file.

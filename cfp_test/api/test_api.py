@@ -111,7 +111,12 @@ def test_a_smaller_last_batch_leaves_the_state_where_it_is(mesh, cache):
     """Its plan stores the state as the first one; pinned, so that others would not."""
     pins = {"up/kernel": "x", "down/kernel": jax.P(None, "x")}
     step = cfp.parallelize(
-        train_step, mesh=mesh, donate_argnums=0, cache_dir=cache, settings=QUICK
+        train_step,
+        mesh=mesh,
+        donate_argnums=0,
+        quiet=True,  # Hides progress, and no warning.
+        cache_dir=cache,
+        settings=QUICK,
     )
     step._options["pins"] = pins
     state, expected = init(jax.random.key(0)), init(jax.random.key(0))

@@ -33,6 +33,11 @@ from cfp_test.api.updown import SHAPES, arguments, step
 WEIGHTS = sum(4 * rows * columns for rows, columns in SHAPES.values())
 
 
+def masked_step(params, batch):
+    params, loss = step(params, batch["x"])
+    return params, loss / batch["mask"].sum()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("planned")
@@ -63,6 +68,9 @@ def test_a_plan_by_estimates_says_so_everywhere(ahead):
         verdict = r"fits in \d+\.\d+ MiB of \d+\.\d+ GiB on each device, estimated"
         assert re.search(verdict, " ".join(text.split())[:300]), text[:400]
         assert "estimated" in text and "measured," not in text
+        assert "JAX's default share" in " ".join(text.split())
+    chosen = r"run or compiled; next, tensor_parallel: 0\.\d+ ms"
+    assert re.search(chosen, " ".join(repr(ahead).split())), ahead
     assert "Estimates" in plan_text(ahead, width=200) and "Race" not in plan_text(
         ahead, width=200
     )
@@ -118,7 +126,13 @@ def test_a_batch_that_the_devices_do_not_divide_is_said(ahead, folder):
     assert "do not divide the batch" not in text
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cfp.plan(step, *arguments(66), quiet=True, **how)
+        with pytest.warns(UserWarning, match="does not divide x"):
+            cfp.plan(step, *arguments(66), quiet=True, **how)  # Hides progress alone.
+    # All leaves of the batch, also a mask that no product reads.
+    batch = {"x": arguments(66)[1], "mask": jax.ShapeDtypeStruct((66,), "float32")}
+    both = r"batch/x \(66 over x=4\), batch/mask \(66 over x=4\)"
+    with pytest.warns(UserWarning, match=both):
+        cfp.plan(masked_step, arguments(66)[0], batch, **how)
     # Four hosts divide it, and all devices do not.
     where["mesh"] = cfp.described("4x2xh100")
     found = cfp.plan(step, *arguments(68), preset="hsdp", **where)
@@ -339,6 +353,9 @@ def test_other_devices_than_planned_for_have_one_clear_message(ahead, folder, me
         "The plan is for 4 of NVIDIA H200 (4xh200), and these are 4 of cpu. "
     )
     assert "plan.on(mesh, other_devices=True)" in str(caught.value)
+    # Another kind of device is named before other axes.
+    with pytest.raises(PlanMismatch, match=r"\(4xh200\), and these are 2 of cpu"):
+        ahead.on(jax.make_mesh((2,), ("y",), devices=jax.devices()[:2]))
     replace(ahead, environment={}).on(mesh)
     # A measured plan is held to its devices alike.
     measured = replace(ahead, environment={"device_kind": "NVIDIA H200"})

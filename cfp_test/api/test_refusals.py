@@ -136,6 +136,10 @@ PRESETS = "fsdp FSDP zero3 zero-3 ddp tp tensor_paralel qqqq expert_parallel".sp
 CASES = {
     **{f"preset {name}": bad_preset(name) for name in PRESETS},
     "a setting that is not there": lambda *_: cfp.PlannerSettings(perkind=3),
+    "an option of plan in settings": lambda *_: cfp.PlannerSettings(memory_budget=1),
+    "a step that is wrapped already": lambda *_: cfp.parallelize(
+        cfp.parallelize(train_step)
+    ),
     "settings as a dict": bad_step(train_step, settings={"per_kind": 2}),
     "a budget in words": bad_step(train_step, memory_budget="plenty"),
     "a misspelled option of plan": bad_step(train_step, memory_buget="20GiB"),
@@ -207,6 +211,18 @@ def test_steps_that_do_not_fit_a_plan_are_refused(run, plan, tmp_path, golden):
 @pytest.mark.explained("Leave out ordered=True")
 def test_mistakes_are_refused_with_advice(run, plan, tmp_path, golden):
     golden("refusals", messages(CASES, run, plan, tmp_path))
+
+
+def test_the_text_of_a_whole_module_is_cut(run):
+    def step(w):
+        raise TypeError("\n".join(["Module(", *["  w" * 200] * 90]))
+
+    with pytest.raises(cfp.StepNotTraceable) as refused:
+        run(step, SMALL)
+    first, where, *text = str(refused.value).split("\n")
+    assert first == "JAX could not trace 'step':" and "in step: raise" in where
+    assert len(text) == 3 and text[0] == "TypeError: Module(", "no line of jax.jit"
+    assert max(map(len, text)) <= 300
 
 
 def test_arguments_are_named_by_path(run):

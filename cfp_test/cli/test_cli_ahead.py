@@ -95,7 +95,12 @@ def test_without_a_plans_devices_only_what_helps_there_is_suggested(tmp_path):
     run_batch([[*PLAN, "4xh200", "-o", "plan.json"]], tmp_path)
     verify = ["verify", "plan.json", TOY]
     lines = [verify, ["run", TOY, "--plan", "plan.json"]]
-    verified, ran = run_batch(lines, tmp_path, JAX_PLATFORMS="cpu")
+    exports = ["export", "plan.json", TOY]
+    verified, ran, exported = run_batch(
+        [*lines, exports], tmp_path, JAX_PLATFORMS="cpu"
+    )
+    assert "here with --other-devices if" in exported.err
+    assert "--platform" not in exported.err
     with_it = [*lines[1], "--platform", "cpu", "--steps", "2"]
     refused, there = (
         run_batch([[*with_it, *more]], tmp_path)[0]

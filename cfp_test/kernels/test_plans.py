@@ -229,13 +229,17 @@ def on_described(step, folder, preset=None, **settings):
     return cfp.plan(step, *arguments(), **where, **how)
 
 
-def test_on_gpus_what_computes_the_same_in_the_same_dtype_is_the_default(tmp_path):
+def test_on_gpus_what_computes_the_same_in_the_same_dtype_is_the_default(
+    mesh, tmp_path
+):
     plan = on_described(half, tmp_path)
     assert {one.functions.how[0] for one in plan.constraints.replaced} == {"cudnn"}
     line = "Replaced, in the same dtypes: 1 attention by cudnn; as written by"
     assert f"{line} --attention none" in plan_text(plan, width=200)
     assert "PlannerSettings(attention=())" in " ".join(repr(plan).split())
     assert plan.predicted_ms < on_described(half, tmp_path, attention=()).predicted_ms
+    with pytest.raises(cfp.PlanMismatch, match="Plan again without: cfp plan --attent"):
+        plan.on(mesh, other_devices=True).compile(half, *arguments())
 
 
 def test_a_preset_has_kernels_where_these_may_be_used(tmp_path):

@@ -20,7 +20,8 @@ _CHANGES = (
     (r"\b0x[0-9a-f]{6,}", "0x#"),
     # JAX's own words, which differ between releases.
     (
-        r"(Tracer\w+Error|TypeError|ValueError: The f\w+)(.|\n)*?(?=\n  at|\nLeave)",
+        r"(Tracer\w+Error|TypeError|ValueError: The f\w+)(.|\n)*?"
+        r"(?=\nLeave|\n(?:The|A) step|\n\n|\n\Z|\Z)",
         r"\1 ...",
     ),
     # Options that there are: another one changes no message.

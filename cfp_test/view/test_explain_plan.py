@@ -121,6 +121,7 @@ EXPLAINED = {
     "a tie in the race": make_plan([], [replace(DATA, time_ms=10.2), *RACE[1:]]),
     "timed again": make_plan([], [replace(DATA, time_ms=9.2), *RACE[1:]]),
     "a tie by prediction": predicted(10.1),
+    "as fast by prediction": predicted(9.51),
     "the best by prediction": predicted(10.3),
     "one program under two names": make_plan(UP, [TWIN, OWN, FAILED]),
     "one program under two names, and another": make_plan(UP, [TWIN, OWN, *RACE[2:]]),

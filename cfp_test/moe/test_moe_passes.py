@@ -97,7 +97,7 @@ def test_profile_and_search(passes_of, model, layers, segments):
     kinds = sorted(set(segments))
     folder, missing, profiled, searched = passes_of(model, layers)
     assert missing.returncode == 2
-    assert "Run the profile pass" in missing.stderr
+    assert "Run cfp profile first" in missing.stderr
     assert missing.stdout == ""
 
     assert profiled.returncode == 0, profiled.stderr

@@ -175,7 +175,7 @@ def find_passing(frame: Frame, segments: Sequence[Segment]) -> Mapping[Pair, lis
 def _made(
     frame: Frame, segments: Sequence[Segment], place: Mapping[int, int]
 ) -> Iterator[tuple[int, int]]:
-    """Yields (value id, index of its maker: see `find_passing`); no scalars."""
+    """Yields (value, maker by `find_passing`), arguments too; no scalars."""
     program = frame.program
     for segment in segments:
         for op_id in segment.ops:
@@ -284,7 +284,7 @@ def resolve_pins(
 
 
 def _like(name: str, pattern: str) -> str:
-    """Cuts a path to a glob's length, with its wildcards; no change without any."""
+    """A path's end, as long as a glob, with its wildcards; the path without any."""
     parts = pattern.split("/")
     ends = name.removesuffix("/value").split("/")[-len(parts) :]
     if "*" not in pattern or len(ends) < len(parts):

@@ -471,7 +471,7 @@ def spec_ways(spec: Spec, mesh: Mesh) -> int:
 
 
 def even_spec(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> Spec:
-    """Removes each dim's axes from the first that does not divide it, for arguments."""
+    """Cuts each dim's axes before the first with which they do not divide it."""
     sizes = dict(mesh)
     dims = []
     for size, names in zip(shape, spec, strict=True):

@@ -152,7 +152,7 @@ class AttentionFunctions:
 
     @property
     def how(self) -> tuple[str, ...]:
-        """See `Way.how`."""
+        """Words in plans: the implementation, then ``axis=role`` for each."""
         return self.way.how
 
     def stages(self, mesh: Mesh) -> Sequence[Any]:

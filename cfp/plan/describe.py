@@ -302,7 +302,7 @@ def _is_whole_op(layout: Layout, op: Op) -> bool:
 
 
 def _why_whole(layout: Layout, op: Op) -> str:
-    """Explains why a kernel with a sharding rule is unsharded; "" for other ops."""
+    """``: reason`` of an unsharded op; "" without a rule that may shard it."""
     rule, mesh = op.rule, layout.frame.mesh
     if rule is None or rule.is_whole:
         return ""

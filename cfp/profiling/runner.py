@@ -2,8 +2,8 @@
 
 `cfp.profiling.builder` builds, this module runs, `cfp.profiling.store` stores, and
 `cfp.profiling.jobs` combines them. A callable `run(n)` executes n times and returns
-once the devices are done; a sample is its time divided by n. A sample lasts some
-milliseconds, so that one launch and one wait are a small share.
+once the devices are done; a sample is its time divided by n. A sample is so long that
+one launch and one wait are a small share (`TimingOptions`).
 
 In a program of several processes, all must execute equally often. Otherwise their
 collectives wait for ever. `announce` tells the others the number.

@@ -286,7 +286,7 @@ def _origin(var: Any, makers: Mapping[Any, JaxprEqn]) -> Any:
 
 
 def static_differences(before: Any, now: Any) -> Iterator[tuple[Any, str]]:
-    """Yields (path, ``/field = new, was old``) of nodes that differ in static data."""
+    """Yields (path, ``[/field] = new, was old``) of nodes with other static data."""
     pairs = zip(_nodes(before), _nodes(now), strict=False)
     for (path, one, kind, children), (_, other, its_kind, _) in pairs:
         if kind == its_kind:

@@ -534,7 +534,7 @@ def _converted(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if dtype.kind in "iu" and x.dtype.kind not in "iub":
         wide, ends = x.astype(np.float64), np.iinfo(dtype)
         if not ((wide >= ends.min) & (wide <= ends.max)).all():
-            raise NotConstant("numbers beyond an integer type's range")
+            raise NotConstant("a conversion beyond an integer's range")
         return np.trunc(wide).astype(dtype)
     return x.astype(dtype)
 

@@ -232,7 +232,7 @@ def is_sharded(plan: Plan) -> bool:
 
 
 def runs_whole(plan: Plan) -> bool:
-    """True if several devices compute the same: no block or `shard_map` is sharded."""
+    """True if several devices compute the same: blocks, `shard_map` s are whole."""
     devices = prod(size for _, size in plan.mesh_axes)
     return devices > 1 and bool(plan.rows) and not _shards_blocks(plan)
 

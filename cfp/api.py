@@ -61,6 +61,7 @@ from cfp.variants import (
     find_fastest,
     wrong_kernels,
 )
+from cfp.view.words import few
 
 
 def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
@@ -88,7 +89,8 @@ def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
         if wrong:
             allowed = context.defaults.replacing_for_memory.kernels  # And the usual.
             kernels = [kernel for kernel in allowed if kernel not in wrong]
-            settings = replace(options.settings, attention=tuple(kernels))
+            left = max(0.0, context.end - time.monotonic())
+            settings = replace(options.settings, attention=tuple(kernels), seconds=left)
             again = replace(analyzed, profiles=None)  # Made with the wrong kernels.
             found = run_passes(again, replace(options, settings=settings))
     notes = tuple(dict.fromkeys((*notes, *found.plan.site_checks)))
@@ -204,8 +206,8 @@ def _warn_undivided(plan: Plan) -> None:
     whole = [one for one in plan.uneven if one.split("/")[0].split()[0] not in given]
     if whole:
         warn(
-            f"The mesh does not divide {', '.join(whole)}: every device has all of it. "
-            "Pad it, or choose a size that the mesh divides."
+            f"The mesh does not divide {few(whole, most=8)}: every device has all of "
+            "it. Pad it, or choose a size that the mesh divides."
         )
 
 

@@ -8,6 +8,7 @@ with a status, and raises nothing.
 from __future__ import annotations
 
 import inspect
+import os
 import sysconfig
 import traceback
 import warnings
@@ -107,6 +108,8 @@ def brief(fn: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             return fn(*args, **kwargs)
         except CfpError as error:
+            if "CFP_TRACEBACK" in os.environ:
+                raise
             raise error.with_traceback(None) from error.__cause__
 
     return call

@@ -27,6 +27,7 @@ from cfp.errors import (
 from cfp.plan.execute import CompiledStep
 from cfp.plan.parts import type_text
 from cfp.plan.plan import Plan
+from cfp.printable import shown as brief_text
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.store import store_path
 from cfp.program.jaxprs import trace_context_key
@@ -109,11 +110,12 @@ class _Planned(NamedTuple):
 
 
 @contextmanager
-def _explained(path: str | None, changes: str) -> Iterator[None]:
+def _explained(path: str | None, changes_of: Callable[[], str]) -> Iterator[None]:
     """Adds to a PlanMismatch the arguments' changes, and that CFP_PLAN named `path`."""
     try:
         yield
     except PlanMismatch as error:
+        changes = changes_of()
         lines = [f"The arguments have another structure: {changes}."]
         lines = [*lines * bool(changes), str(error)]
         if path:
@@ -244,7 +246,7 @@ class ParallelStep:
             return "under another configuration of JAX"
         if before.static != step.static:
             given, old = dict(step.static), dict(before.static)
-            return f"for static arguments {given}, were {old}"
+            return f"for static arguments {brief_text(given)}, were {brief_text(old)}"
         if changes := self._changes(step):
             return f"for arguments of another structure ({changes})"
         pairs = zip(step.arg_names, before.avals, step.avals, strict=True)
@@ -274,7 +276,7 @@ class ParallelStep:
     ) -> _Planned:
         """Loads or makes the plan for a call, and compiles the step."""
         path = None if self._given else os.environ.get(PLAN_VARIABLE)
-        with _explained(path, self._changes(step)):
+        with _explained(path, partial(self._changes, step)):
             if (saved := self._as_saved(args, kwargs, now)) is not None:
                 return saved
         again = self._why_again(step, now)

@@ -547,7 +547,8 @@ def _smallest(
         if kept is not None:
             leaner, name = leanest_of(analysis, problem.among(kept)), best.name
             every.append(replace(leaner, name=f"{name.partition(',')[0]}, leanest"))
-    found = [one for one in every if (one.choice, one.level) not in tried]
+    new = {(one.choice, one.level): one for one in reversed(every)}
+    found = [one for key, one in reversed(new.items()) if key not in tried]
     return replace(solution, candidates=found, stage=Stage.SMALLEST) if found else None
 
 

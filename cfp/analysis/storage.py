@@ -340,7 +340,7 @@ class _Finder:
     def _reads(
         self, value: int, inside: set[int], shape: tuple[int, ...]
     ) -> tuple[tuple[int, ...], frozenset[int]]:
-        """Returns ids of views that read a parameter, and its dims that loops slice."""
+        """Returns ids of a parameter's view ops not `inside`; dims that loops slice."""
         program = self.program
         found: set[int] = set()
         whole: set[int] = set()

@@ -74,7 +74,10 @@ def verify(
     with open_context(mesh, cache_dir, settings=settings) as context:
         race = Race(context, analysis, Solution(()))
         named = presets(analysis.frame).items()
-        how = {"level": plan.level, "options": context.defaults.shared_options}
+        shared = context.defaults.shared_options
+        # Presets have them if the plan has; a user or the race may have left them out.
+        options = shared if shared.items() <= plan.options.items() else {}
+        how = {"level": plan.level, "options": options}
         others = [Candidate(*one, **how) for one in named]
         of_plan = plan.winner, others[0].choice, plan.predicted_ms, plan.level
         like = Candidate(*of_plan, plan.options)

@@ -467,7 +467,9 @@ def search_stored(
     budget_bytes: int | None,
     settings: PlannerSettings,
 ) -> FoundPlan:
-    """Plans from stored measurements of segments; only the race uses the devices.
+    """Plans from stored measurements of segments.
+
+    Devices race and compare replaced parts; after a wrong kernel they measure, too.
 
     Raises:
         CfpError: measurements are missing.

@@ -76,7 +76,7 @@ def open_target(
         remedy = f"Run this command on devices of {kind}; or try it here with "
         remedy += f"--other-devices{', on virtual ones with --platform cpu,' * virtual}"
         remedy += " if the step draws no random numbers."
-        axes = axes or plan.mesh_axes
+        axes = axes or plan.mesh_axes or (("x", 1),)  # A plan of one device has none.
         on_cpu = plan.environment.get("platform") == "cpu"
         platform_name = platform_name or ("cpu" if on_cpu else None)
         known = [i for i in plan.static or () if isinstance(i, int)]

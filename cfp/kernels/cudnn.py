@@ -109,7 +109,7 @@ def attend(
 def gradients(
     rows: tuple[Array, ...], k: Array, v: Array, scores: Scores, mask: Mask
 ) -> tuple[Array, Array, Array]:
-    """Like `plain.gradients`, with a causal mask or none."""
+    """Like `plain.gradients`, in the operands' dtypes; with a causal mask or none."""
     q, out, lse, dout = rows
     call = _find(BACKWARD, q, k, v, scores, mask)
     given = {0: q, 1: k, 2: v, _LSE: lse.swapaxes(1, 2)}

@@ -218,8 +218,8 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
     if not fits:
         raise PlanMismatch(
             f"The batch of {len(paths)} leaves, first {paths[:3]}, has the structure "
-            "of none of the plan's arguments. Pass one of these arguments, whole: "
-            f"{', '.join(known)}."
+            "of none of these arguments. Pass one of them, whole: "
+            f"{', '.join(roots)}."
         )
     root = (exact or fits)[0]
     found = [

@@ -421,8 +421,14 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
         more = f"\n  and {len(lines) - 5} more; of the plan's {len(planned)} arrays "
         more += f"{len(both)} {'is' if len(both) == 1 else 'are'} passed"
         more += f", and {len(new)} others" if new else ""
-    shapes = ((*map(shape_of, pair),) for pair in differ.values())
-    is_batch = all(a and b and a[1:] == b[1:] for a, b in shapes)
+    is_batch = all(
+        (a := shape_of(one))
+        and (b := shape_of(other))
+        and (*b[:1], *a[1:]) == b < a
+        # A type is its dtype, then its shape.
+        and one.partition("[")[0] == other.partition("[")[0]
+        for one, other in differ.values()
+    )
     batch = " (pad or drop a smaller last batch)" * is_batch
     raise PlanMismatch(
         "The arguments do not fit the plan:\n"

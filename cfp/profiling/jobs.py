@@ -192,7 +192,8 @@ def build_all(
     """
 
     def built(job: AnyTask, needed: Sequence[Future[Any]]) -> Outcome | None:
-        wait(needed)
+        for one in needed:
+            one.exception()  # Raises if it is cancelled, where `wait` would not end.
         if is_late():
             return None
         with in_flight.doing(job.key, job.label, "build"):

@@ -40,8 +40,8 @@ class Task:
       key: key of its record; tasks with equal keys are the same.
       label: text for progress, such as "segment 1: 3 of 24".
       expected_ms: expected time of one execution; 0 if unknown.
-      kernels: keys of kernels that the compiler has to tune. The first task with one
-        key alone tunes it, and others wait for that.
+      kernels: keys of sets of kernels that the compiler has to tune. The first task
+        with a key and no other tunes the set; tasks that contain it wait.
     """
 
     key: ProfileKey

@@ -99,14 +99,16 @@ def check_positions(
         known.update(range(len(parameters)))
     absent = [
         number
-        for number in sequence(numbers, int)
-        if not chosen(parameters, count, number, ()) & known
+        for number in (
+            [numbers] if isinstance(numbers, str) else sequence(numbers, int)
+        )
+        if isinstance(number, str) or not chosen(parameters, count, number, ()) & known
     ]
     if absent:
         raise OptionError(
             f"{option} names positions {absent}, but the call has "
             f"{counted(count, 'positional argument', 'positional arguments')}. Name "
-            "positions from 0, or use the arguments' names."
+            f"positions from 0, or arguments by {option.replace('nums', 'names')}."
         )
 
 
@@ -296,16 +298,18 @@ def static_differences(before: Any, now: Any) -> Iterator[tuple[Any, str]]:
         if isinstance(one, Fixed) and isinstance(other, Fixed):
             yield path, f" = {shown(other.value)}, was {shown(one.value)}"
         old, new = (getattr(node, "__dict__", {}) for node in (one, other))
-        for field in [field for field in old if field in new.keys() - children]:
-            if old[field] != new[field]:
+        for field in [field for field in old if field in new]:
+            # Values such as arrays have no single truth value; children are dynamic.
+            is_same = repr(old[field]) == repr(new[field])
+            if not (is_same or id(old[field]) in children):
                 text = f"/{field} = {shown(new[field])}, was {shown(old[field])}"
                 yield path, text
 
 
 def _nodes(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[Any]:
-    """Yields (path, node, its structure, names of its children), outer nodes first."""
+    """Yields (path, node, its structure, ids of its children), outer nodes first."""
     parts, kind = tree_flatten_with_path(tree, is_leaf=lambda part: part is not tree)
-    yield path, tree, kind, {keystr(key, simple=True) for key, _ in parts}
+    yield path, tree, kind, {id(part) for _, part in parts}
     for key, part in parts:
         if key:  # A leaf's own part has none.
             yield from _nodes(part, (*path, *key))

@@ -339,7 +339,7 @@ class _Rematerializer:
         return sorted(filter(None, owners), key=lambda op: self.place[op])
 
     def _signals(self, made: set[ir.Value]) -> dict[ir.Value, None]:
-        """Returns, as keys, gradients that readers need; clones wait for these."""
+        """Returns, as keys, gradients that readers need, not `made`; clones wait."""
         turn = max(self.place[op] for op in self.number)
         end = self.place[self.readers[0]]
         return {

@@ -68,8 +68,8 @@ def _content(module: ir.Module) -> str:
 def shaping_constants(function: ir.Operation) -> set[ir.Operation]:
     """Returns the constants whose values a program's `fingerprint` includes.
 
-    These are small integers that reach a loop's condition, or the indices at which an
-    op reads or writes.
+    These are integers, at most 16 in one constant, that reach a loop's condition, or
+    the indices at which an op reads or writes.
     """
     start: list[ir.Value] = []
     for op in shardy.walk(function):

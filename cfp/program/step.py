@@ -321,7 +321,7 @@ class FlatStep:
         numbers = [name for name, one in pairs if isinstance(one, kinds)]
         if not self.avals:
             return _NO_ARGUMENTS
-        if self.twice and "structure" in said:
+        if self.twice and "pytree structure error" in said:
             return (
                 f"{self.twice[0]!r} and {self.twice[1]!r} are one array outside of the "
                 "step and two inside. Pass an array that modules share once, and put "

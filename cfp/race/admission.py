@@ -15,7 +15,6 @@ exempt from                reach       refusals       memory
 =========================  ==========  =============  ===========
 the plan, known to fit     yes         yes            yes
 the best preset            yes         no             no
-with compiler options      no          no             yes
 without a prediction       yes         no             yes
 others                     no          no             no
 =========================  ==========  =============  ===========

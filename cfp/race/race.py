@@ -131,7 +131,8 @@ class Race:
         runs_again = defaults.compiler_options or defaults.slow_to_tune
         raced = self.time(candidates, 1 if runs_again else defaults.rounds)
         first, new = second_race(raced, defaults)
-        if not new or self.context.is_over:
+        again = [*first, *new]
+        if not runs_again or len(again) < 2 or self.context.is_over:
             return Ranking((), raced)
         names = {one.name for one in first}
         kept = {one.program.identity for one in raced if one.name in names}
@@ -141,7 +142,6 @@ class Race:
         if not any(one.cached for one in raced):
             mine = [one for one in raced if one.name in names]
             looks = {one.program.identity: one.record for one in mine if one.record}
-        again = [*first, *new]
         ran = self.time(again, defaults.rounds, SECOND, looks)
         # Times of the first race do not compare with the second's.
         others = [one for one in raced if one.name not in names]

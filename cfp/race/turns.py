@@ -378,8 +378,7 @@ def second_race(
     """Selects candidates of a second race from results of the first.
 
     Returns:
-        The leader, near ties and the best preset; and new variants of the leader. Both
-        are empty without new variants.
+        The leader, near ties and the best preset; and new variants of the leader.
     """
     ran = sorted((one for one in raced if one.ran), key=lambda one: one.time_ms)
     if not ran:
@@ -392,8 +391,6 @@ def second_race(
         for one in variants(ran[0].candidate, rules)
         if one.key not in keys and one.name not in names
     ]
-    if not new:
-        return [], []
     near = [one for one in ran if one.time_ms <= STAY_AFTER_LOOK * ran[0].time_ms]
     best = [one for one in ran if one.candidate.is_preset][:1]
     return [*{one.name: one.candidate for one in (*near, *best)}.values()], new

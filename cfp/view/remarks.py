@@ -128,7 +128,7 @@ def _chosen_among(plan: Plan) -> Values:
 
 
 def _gains(is_measured: bool) -> Callable[[Plan], Values]:
-    """Returns a function that describes measured, or else predicted, gains."""
+    """Returns a function that describes measured, or predicted, gains."""
 
     def values(plan: Plan) -> Values:
         parts = []

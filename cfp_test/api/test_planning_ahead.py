@@ -168,7 +168,7 @@ def test_a_preset_that_does_not_fit_says_so_first(folder):
     loaded = cfp.Plan.from_json(json.loads(small.to_json()))
     for text in (repr(loaded), plan_text(loaded, width=200)):
         assert f"{verdict}; {times}" in " ".join(text.split())[:300]
-    # What XLA has compiled counts, as of --compile.
+    # What XLA has compiled counts.
     compiled = replace(small, peak_bytes=2**20)
     fits = f"fits in 1.00 MiB of 2.00 MiB on each device; {times}"
     assert fits in " ".join(repr(compiled).split())

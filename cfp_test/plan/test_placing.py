@@ -73,8 +73,8 @@ def test_an_argument_is_known_by_its_shape_or_name(plan):
 @pytest.mark.parametrize(
     ("batch", "argument", "reason"),
     [
-        ({"x": np.ones((8, 4))}, None, "structure of none of the plan's arguments"),
-        (np.ones(3), "batch", "structure of none of the plan's arguments"),
+        ({"x": np.ones((8, 4))}, None, "structure of none of these arguments"),
+        (np.ones(3), "batch", "structure of none of these arguments"),
         (np.ones(3), "labels", "no argument 'labels' with arrays"),
         (
             np.ones(3, np.float32),

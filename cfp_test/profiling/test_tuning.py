@@ -54,6 +54,39 @@ def build_all(place, several, store, build=None, threads=4):
         )
 
 
+def test_builds_end_with_an_error_while_others_wait_for_kernels(case, store):
+    """A job whose kernels will never be tuned does not wait for them."""
+    raised = threading.Event()
+
+    def build(job):
+        assert raised.wait(GUARD_SECONDS)
+        return ProfileRecord(
+            key=job.key.digest, parts=job.key.parts, status="compile_error", reason="no"
+        )
+
+    def tell(*_):
+        raised.set()
+        raise ZeroDivisionError
+
+    several = [case.job(name, kernels=(name,)) for name in "abcd"]
+    waiting = case.job("waits", kernels=("d",))
+    tuning = [job.key.digest for job in several]
+    before = {*threading.enumerate()}
+    with pytest.raises(ZeroDivisionError), InFlight(store) as in_flight:
+        jobs.build_all(
+            [*several, waiting],
+            build,
+            in_flight,
+            threads=2,
+            tell=tell,
+            tuning=tuning,
+            tuners=1,
+        )
+    for thread in {*threading.enumerate()} - before:
+        thread.join(GUARD_SECONDS)
+        assert not thread.is_alive()
+
+
 def place_of(case, first):
     return place_of_parts(case.program, case.mesh, BuildEnvironment(), first=first)
 

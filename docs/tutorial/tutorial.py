@@ -9,9 +9,9 @@
 #
 # You need cfp ([installation](install.md)), and to know JAX a little. On a machine
 # without GPUs everything below runs on four virtual devices, in about a minute. Such
-# devices share one CPU, so that nothing becomes faster; what you see and type is
-# the same. With GPUs, use four. This page is also [a notebook](tutorial/tutorial.ipynb) and [a
-# program](tutorial/tutorial.py), to be run in the folder of [the
+# devices share one CPU, so that nothing becomes faster; what you see and type is the
+# same. With GPUs, use four. This page is also [a notebook](tutorial/tutorial.ipynb) and
+# [a program](tutorial/tutorial.py), to be run in the folder of [the
 # story](tutorial/mill.txt).
 
 # %%
@@ -85,8 +85,8 @@ def make_state():
 
 # %% [markdown]
 # The training step is a function from the old state to the new one. In the step,
-# `nnx.merge` makes modules from the state's arrays. So shapes are enough to describe the
-# state, and `nnx.eval_shape` makes shapes without any array.
+# `nnx.merge` makes modules from the state's arrays. So shapes are enough to describe
+# the state, and `nnx.eval_shape` makes shapes without any array.
 
 # %%
 graph, state_shape = nnx.split(nnx.eval_shape(make))
@@ -161,8 +161,8 @@ print(plan)
 #   for GPUs is measured. On virtual devices, whose times say nothing about GPUs,
 #   cfp chooses by estimates, and compiles the plan to see that it fits.
 # - *chosen* gives the reason for this plan, and after a race the second candidate. On
-#   GPUs the presets (data parallel, ZeRO, fully sharded, tensor parallel and others) that
-#   may be fast enough race, too. So no preset of the race is more than 1 % faster.
+#   GPUs the presets (data parallel, ZeRO, fully sharded, tensor parallel and others)
+#   that may be fast enough race, too. So no preset of the race is more than 1 % faster.
 # - *segments* are the parts of the model: the two blocks are alike, and share one
 #   line. Each product is named by its weight, with the dim that axis `x` splits: the
 #   `rows` (the batch, so data parallelism), the `columns`, or the dim that is
@@ -214,8 +214,8 @@ with ocp.StandardCheckpointer() as checkpoints:
 # ## Start again
 #
 # The run was stopped. In a new process (in a notebook: restart the kernel) run the
-# definitions of model, step and batches again, all above `one_step`, and then go on here.
-# Nothing is planned. `bind` checks that the plan is for arguments like these. The
+# definitions of model, step and batches again, all above `one_step`, and then go on
+# here. Nothing is planned. `bind` checks that the plan is for arguments like these. The
 # checkpoint is restored straight into the plan's shardings. The first call checks that
 # the plan is for this step, and loads the executable that planning stored in the cache.
 
@@ -259,7 +259,8 @@ print(f"step 59 on {half.size} devices: {on_half[-1]:.4f}, before: {resumed[19]:
 # %% [markdown]
 # ## What it has learned
 #
-# The trained state is an `nnx.State`, on any devices: `nnx.merge` makes the model from it.
+# The trained state is an `nnx.State`, on any devices: `nnx.merge` makes the model from
+# it.
 
 # %%
 writer, _ = nnx.merge(graph, jax.device_get(state))

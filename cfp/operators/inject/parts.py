@@ -54,7 +54,7 @@ class FlaxNorm(Policy):
         def replacement(parameters: Any, x: Array, *, mask: Any = None) -> Array:
             """Computes in one type, and returns the type that flax would return."""
             if mask is not None:
-                raise Refused("is called with a mask")
+                raise Refused("is called with mask=")
             given = [x, *(parameters[name] for name in names)]
             result = part.dtype or jnp.result_type(*given)
             inner = jnp.result_type(x, result)

@@ -36,7 +36,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from cfp.context import DetailedSettings, PlanContext, PlannerSettings, dimensions_of
 from cfp.cost.described import DescribedMesh
-from cfp.errors import CfpError, brief, warn
+from cfp.errors import CfpError, OptionError, brief, warn
 from cfp.passes import (
     Analyzed,
     Pins,
@@ -165,6 +165,11 @@ def plan(
         KeyboardInterrupt: the user interrupted. The same call continues from the stored
             measurements.
     """
+    if isinstance(fn, Mesh) or not callable(fn):
+        raise OptionError(
+            f"cfp.plan takes the step first, got a {type(fn).__name__}. Write "
+            "cfp.plan(step, *arguments, mesh=mesh)."
+        )
     how = DetailedSettings.of(settings)
     if choose is not None:
         how = replace(how, choose=tuple(sorted(dimensions_of(choose))))

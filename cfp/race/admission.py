@@ -527,5 +527,5 @@ def _advice(
         return f"{advice}."
     return (
         f"{advice}. {len(choice.remat)} of {len(able)} possible segments are "
-        "rematerialized; jax.checkpoint in the model (cfp models: --remat) keeps less."
+        "rematerialized; jax.checkpoint in the model (the zoo: --remat) keeps less."
     )

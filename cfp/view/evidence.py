@@ -30,7 +30,7 @@ from cfp.plan.plan import Plan
 from cfp.printable import distinct_ends, merged_name, span_text
 from cfp.race.programs import RaceOutcome, kernels_not_timed
 from cfp.search.choices import picks_of
-from cfp.search.guided import Candidate
+from cfp.search.guided import Candidate, prediction_of
 from cfp.search.requests import UNMEASURED_STRATEGIES
 from cfp.search.solver import Option, Problem, solve
 from cfp.settings import ALL_DIMENSIONS, Dimension, Replacing
@@ -80,6 +80,10 @@ def with_figures(
         if profiles is None or UNMEASURED_STRATEGIES in profiles.counts:
             # The best step without a choice may use an unmeasured strategy.
             known = tuple(one for one in known if one.without_ms is not None)
+        own, best = prediction_of(analysis, problem, choice).time_ms, solve(problem)
+        if not raced and best and own is not None and own > best.cost_ms * (1 + 1e-9):
+            # Gains of the best by prediction, which did not fit, are not the plan's.
+            known = ()
         found = replace(found, worth=known)
     return replace(plan, figures=found)
 

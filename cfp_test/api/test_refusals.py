@@ -166,6 +166,7 @@ CASES = {
     "the mesh before the step": lambda run, *_: cfp.parallelize(
         run.keywords["mesh"], train_step
     ),
+    "a mesh as the step": lambda run, *_: cfp.plan(run.keywords["mesh"], train_step),
     "text that is not static": bad_step(lambda x, flag: x, SMALL, "text"),
     "a step that branches on a value": bad_step(branching),
     "a step that makes a shape of a value": bad_step(shaped_by_a_value),

@@ -5,21 +5,21 @@ profile   Analyzed                -> Profiles     :mod:`cfp.passes`
 search    Profiles                -> Solution     :mod:`cfp.passes`
 race      Solution                -> RaceOutcome  :mod:`cfp.race.race`
 complete  Analyzed + RaceOutcome  -> FoundPlan    `complete_plan` in :mod:`cfp.variants`
-check     FoundPlan               -> wrong kernels; then plan again without them
+check     FoundPlan               -> `wrong_kernels`; then plan again without them
 
 A profile has the time and memory of each segment's candidates, measured or estimated. A
 solution has candidates of the race, whole programs; `preset_solution` makes it for a
-preset by name, without profile and search. `run_passes` runs the passes after
-*analyze*. It searches and races again while no candidate fits in memory, or if the
+preset by name, without search. `run_passes` runs the passes after *analyze*. Its
+`race_until_fit` searches and races again while no candidate fits in memory, or if the
 winner rematerializes without need. `find_fastest` in :mod:`cfp.variants` analyzes and
 estimates each mesh or variant of the step, calls `run_passes` for the best two, and
 races their plans.
 
-Added elsewhere: a kind of kernels, as a module in `KINDS` of :mod:`cfp.kernels.kinds`;
-a device, as a file in ``cfp/cost/kinds``; a preset, as a line in `PRESETS` of
-:mod:`cfp.analysis.presets`; an op's sharding rule, in `_rule` of
-:mod:`cfp.program.read`, corrections of Shardy's in :mod:`cfp.program.rules`.
-CONTRIBUTING.md has the details.
+Added elsewhere: a kind of kernels, as a module in `KINDS` of :mod:`cfp.kernels.kinds`
+(`attention=` names kernels of all kinds); a device, as a TOML file in
+``cfp/cost/kinds``; a preset, as a line in `PRESETS` of :mod:`cfp.analysis.presets`; a
+sharding rule of an op without Shardy's, in `_rule` of :mod:`cfp.program.read`, and
+corrections of Shardy's in :mod:`cfp.program.rules`. CONTRIBUTING.md has the details.
 """
 
 from __future__ import annotations

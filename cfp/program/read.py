@@ -389,12 +389,10 @@ def _named(values: Sequence[ir.Value], names: dict[ir.Value, str]) -> str:
     return ",".join(f"{names[value]}:{value.type}" for value in values)
 
 
-SCAN = "chlo.scan"
-
-
 # From jax 0.12 on ``jax.numpy.cumsum`` is ``chlo.scan`` on GPUs, for which
 # ``sdy-populate-op-sharding-rules`` has no rule. XLA shards it along all dims except
 # the scanned one.
+SCAN = "chlo.scan"
 # Text of a scalar's conversion.
 _OF_WEAK_TYPES = re.compile(r"\bconvert \w+\[\] -> ")
 

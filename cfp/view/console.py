@@ -137,7 +137,7 @@ class Rows:
         """Returns column widths of a table of `most` characters that keep words whole.
 
         Numbers keep their unit. The widest column that has room is narrowed first. If
-        the longest words do not fit, each width is None.
+        not all words fit, the longest break; None: not even letters fit.
         """
         widths, least = [], []
         for name, *cells in zip(
@@ -148,6 +148,8 @@ class Rows:
             widths.append(max(map(len, (name, *cells))))
             least.append(max(map(len, words), default=0))
         most -= 3 * len(widths) - 1  # Borders, and spaces beside them.
+        while sum(least) > most and max(least) > 1:
+            least[least.index(max(least))] -= 1
         if sum(least) > most:
             return [None] * len(widths)
         while sum(widths) > most:

@@ -20,6 +20,7 @@ and most processors idle, so that other builds beside it take little longer.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -196,13 +197,14 @@ def build_all(
             one.exception()  # Raises if it is cancelled, where `wait` would not end.
         if is_late():
             return None
-        with in_flight.doing(job.key, job.label, "build"):
+        with at_once, in_flight.doing(job.key, job.label, "build"):
             return build(job)
 
     found: dict[str, Outcome] = {}
     places = {key: place for place, key in enumerate(tuning)}
     jobs = sorted(jobs, key=lambda job: places.get(job.key.digest, len(places)))
     threads = in_flight.at_once([job.key.digest for job in jobs], threads)
+    at_once = threading.Semaphore(max(threads, tuners))  # Of both pools.
     with CompilePool(threads) as pool, CompilePool(tuners) as ahead:
         builds, tuned = list[Future[Any]](), dict[Hashable, Future[Any]]()
         for job in jobs:

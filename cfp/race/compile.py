@@ -33,7 +33,12 @@ from cfp.kernels.kinds import known_kernels
 from cfp.printable import waiting_text
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build, default_threads
 from cfp.profiling.jobs import build_all
-from cfp.profiling.record import ProfileKey, ProfileRecord, refused_option
+from cfp.profiling.record import (
+    MEMORY_SHARE,
+    ProfileKey,
+    ProfileRecord,
+    refused_option,
+)
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import InFlight, MeasureOptions, settle
 from cfp.program.graph import Program
@@ -46,7 +51,13 @@ from cfp.race.programs import (
 )
 from cfp.search.guided import Candidate, prediction_of
 from cfp.search.solver import Problem
-from cfp.settings import STAY_AFTER_LOOK, WORTH_HAVING, ConstraintLevel, defaults_of
+from cfp.settings import (
+    NO_LATENCY_HIDING,
+    STAY_AFTER_LOOK,
+    WORTH_HAVING,
+    ConstraintLevel,
+    defaults_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,12 +409,15 @@ def known_to_fit(
     assert context.memory is not None, "remembered choices race under a budget only"
     budget_bytes = context.memory.budget_bytes
     allowed = known_kernels(context.defaults.replacing_for_memory.kernels)
+    defaults, passed = context.defaults, {MEMORY_SHARE, *NO_LATENCY_HIDING}
+    for options in (defaults.shared_options, *defaults.compiler_options.values()):
+        passed.update(options)
     [first] = programs_of(analysis, candidates[:1], context.environment)
     known = [
         (one, record)
         for one, record in remembered(analysis, context.store, first.job)
-        # Choices with kernels that are allowed now.
-        if one.choice.all_kernels <= allowed
+        # Choices with kernels and compiler options that are allowed now.
+        if one.choice.all_kernels <= allowed and one.options.keys() <= passed
     ]
     present = {one.key for one in candidates}
     new = dict[Any, Remembered]()

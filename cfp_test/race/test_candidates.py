@@ -144,6 +144,7 @@ def known(analysis, tmp_path):
             environment=(),
             settings=DetailedSettings(),
             defaults=SimpleNamespace(
+                shared_options={},
                 compiler_options={"option": OPTION},
                 replacing_for_memory=Replacing(),
             ),

@@ -2,7 +2,7 @@
 
 kinds      the protocol, and the list
 call       `cfp.attention`, `cfp.attention_options`: roles of mesh axes, one kernel
-library    attention's kernels by name: XLA (`plain`), `chunked`, `cudnn`
+registry   attention's kernels by name: XLA (`plain`), `chunked`, `cudnn`
 ring       attention with keys and values that pass around a ring of devices
 problem    shapes, scores and masks of an attention
 region     Program -> Region: the ops between scores and gradients; equality of values

@@ -16,7 +16,6 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from cfp.errors import CfpError
-from cfp.kernels.library import KERNELS, Kernel
 from cfp.kernels.problem import (
     HEADS,
     ROLES,
@@ -29,6 +28,7 @@ from cfp.kernels.problem import (
     problem_of,
     segments_of,
 )
+from cfp.kernels.registry import KERNELS, Kernel
 from cfp.kernels.ring import Ring, from_zigzag, spread_attention, to_zigzag
 from cfp.program.memory import auto_mesh
 

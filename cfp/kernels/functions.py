@@ -17,8 +17,8 @@ from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 
 from cfp.errors import PlanMismatch
 from cfp.kernels.call import attention
-from cfp.kernels.library import KERNELS
 from cfp.kernels.problem import NO_MASK, ROLES, finite_bias, visible
+from cfp.kernels.registry import KERNELS
 
 # Names of a tensor's dims, see `core.ORDER`; "" is a dim of size 1.
 Letters = tuple[str, ...]

@@ -24,10 +24,10 @@ from cfp.kernels.functions import (
     Shaped,
     Way,
 )
-from cfp.kernels.library import KERNELS, ScoreMemory
 from cfp.kernels.problem import AttentionProblem, AttentionStrategy
 from cfp.kernels.proof import Proved, Reader, prove
 from cfp.kernels.region import FLOATS, Region, has_dropout, scores_of, values_of
+from cfp.kernels.registry import KERNELS, ScoreMemory
 from cfp.program.graph import Op, Program, numpy_dtype, searched_once
 from cfp.program.part import NotConstant
 from cfp.program.replace import (

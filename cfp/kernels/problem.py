@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from cfp.errors import CfpError
 
 if TYPE_CHECKING:
-    from cfp.kernels.library import Kernel
+    from cfp.kernels.registry import Kernel
 
 # Position of keys that only fill up a block; no real key has it.
 BEYOND = 2**31 - 1

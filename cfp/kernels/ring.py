@@ -29,8 +29,8 @@ import numpy as np
 from jax import Array, lax
 
 from cfp.kernels.chunked import Partial, merge, nothing_yet
-from cfp.kernels.library import Kernel
 from cfp.kernels.problem import ALL_GATHER, AttentionStrategy, Mask, Scores, may_meet
+from cfp.kernels.registry import Kernel
 
 
 def zigzag_order(length: int, ranks: int) -> np.ndarray:

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from cfp.errors import CfpError, known_names
-from cfp.kernels.library import KERNELS
 from cfp.kernels.problem import problem_of
+from cfp.kernels.registry import KERNELS
 
 
 class Refused(Exception):

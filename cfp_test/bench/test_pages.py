@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 
-from cfp.kernels.library import KERNELS
+from cfp.kernels.registry import KERNELS
 from cfp.profiling.runner import TimingOptions
 from cfp.settings import defaults_of
 from cfp_test.bench.pages import RESULTS, as_text, table, with_tables

@@ -17,7 +17,7 @@ from cfp.analysis.layout import Choice, lay_out
 from cfp.analysis.presets import presets
 from cfp.context import DetailedSettings
 from cfp.errors import CfpError
-from cfp.kernels.library import KERNELS
+from cfp.kernels.registry import KERNELS
 from cfp.models import build, initialise
 from cfp.plan.execute import CompiledStep
 from cfp.plan.plan import Plan

@@ -45,7 +45,7 @@ def _plant_spec(put: Set) -> None:
 
 
 def _plant_mask(put: Set) -> None:
-    from cfp.kernels.library import KERNELS
+    from cfp.kernels.registry import KERNELS
 
     def unmasked(found: Any) -> Any:
         def whole(q: Any, k: Any, v: Any, scores: Any, mask: Any, bias: Any) -> Any:

@@ -4,8 +4,8 @@ A candidate is a whole program. `compile_until_enough_fit` compiles candidates b
 predicted time, under a memory budget. Three rules skip candidates:
 
 - *Reach*: the predicted time exceeds `reach` times that of the fastest that fits.
-- *Refusals*: `MOST_REFUSED` compiled candidates did not fit. Candidates compiled in an
-  earlier run do not count; at most as many of them are tried with a memory limit.
+- *Refusals*: `MOST_REFUSED` compiled candidates did not fit. Candidates that an earlier
+  run compiled too large do not count; `MOST_REFUSED` of these get a memory limit.
 - *Memory*: by prediction the candidate cannot fit, even with the memory limit. If its
   predicted memory times `COMPILED_TO_PREDICTED` exceeds the budget, it is compiled with
   XLA's memory limit only (if XLA has one), at one constraint level.
@@ -13,7 +13,7 @@ predicted time, under a memory budget. Three rules skip candidates:
 =========================  ==========  =============  ===========
 exempt from                reach       refusals       memory
 =========================  ==========  =============  ===========
-the plan, known to fit     yes         yes            yes
+the plan, and remembered   yes         yes            yes
 the best preset            yes         no             no
 without a prediction       yes         no             yes
 others                     no          no             no
@@ -74,7 +74,7 @@ from cfp.settings import (
 
 
 def may_fit(memory: MemoryBudget, size: CompiledBytes) -> bool:
-    """True if a program may fit with XLA's memory limit.
+    """True if a program fits, or may fit with XLA's memory limit.
 
     Args:
         size: memory without the limit; zeros, if compiling failed, give False.
@@ -86,13 +86,13 @@ def may_fit(memory: MemoryBudget, size: CompiledBytes) -> bool:
 def limit_options(
     memory: MemoryBudget, size: CompiledBytes
 ) -> Mapping[str, Mapping[str, str]]:
-    """Returns {name: XLA options} that reduce a program's memory, the fastest first.
+    """Returns {suffix of a name: XLA options} that reduce memory, the fastest first.
+
+    Empty if XLA has no memory limit on the platform, or if a device has no more memory
+    than the budget, or than the program needs without temporaries.
 
     Args:
         size: memory without these options.
-
-    Returns:
-        Empty if XLA has no memory limit on the platform, or no limit would help.
     """
     fixed = size.peak_bytes - size.temp_bytes
     most = memory.device_bytes or 0
@@ -185,7 +185,7 @@ class _Admission:
     Attributes:
         memory: the memory budget; None without one.
         exempt_from_refusals: keys of candidates that are compiled in spite of refusals.
-        known_large: (choice, level) known not to fit, which do not count as refusals.
+        known_large: (choice, level) that an earlier run compiled too large.
         however_slow: keys of candidates to compile at any predicted time.
         queue: variants of each candidate, compiled in order until one fits.
         limited: choices that were queued with a memory limit.
@@ -202,11 +202,10 @@ class _Admission:
 
     @property
     def fitting(self) -> list[Candidate]:
-        """Compiled candidates that fit."""
         return [made.candidate for made in self.found.fitting]
 
     def add(self, one: Candidate, size: CompiledBytes | None) -> None:
-        """Queues a candidate, or skips it by its predicted memory.
+        """Queues a candidate, perhaps only with memory limits; or skips it.
 
         Args:
             size: predicted memory; None queues the candidate without a check.
@@ -227,15 +226,15 @@ class _Admission:
             self.limit(with_options(one, limits))
 
     def limit(self, ways: _Ways) -> None:
-        """Queues a candidate's variants with memory limits; nothing if empty."""
+        """Queues a candidate's variants with memory limits; does nothing if empty."""
         if ways:
             self.queue.append(ways)
             self.limited.add(ways[0].choice)
 
     def select(self) -> list[_Ways]:
-        """Selects the next candidates to compile; empty if enough are compiled.
+        """Selects candidates, with variants, to compile next; empty if it is enough.
 
-        First the plan and candidates known to fit, in spite of refusals. Then those
+        First the plan and remembered candidates, in spite of refusals. Then those
         within reach, the best preset first, since the deadline may come before others.
         """
         reach, however_slow = self.reach, self.however_slow
@@ -325,8 +324,8 @@ def compile_until_enough_fit(
         memory: the memory budget; None without one.
         size_of: predicted memory of a candidate; None if unknown.
         reach: ``{level: limit of predicted time}``, as a multiple of the fastest that
-            fits; None to end with the first that fits.
-        known: keys of candidates that fit, by an earlier run.
+            fits (of all, until one fits); None to end with the first that fits.
+        known: keys of remembered candidates, which are compiled in any case.
         compiled: ``{key: memory}`` of candidates compiled in earlier runs.
         at_once: number of programs that compile side by side. With fewer candidates,
             tighter limits are tried beside the loosest.
@@ -412,7 +411,9 @@ def no_winner(
     budget_bytes: int | None,
     reserve_bytes: int = 0,
 ) -> CfpError:
-    """Makes the error for a race in which no compiled candidate fits, or none runs.
+    """Makes the error for a race without a winner.
+
+    It is a `MemoryBudgetError` if all compiled candidates are over the budget.
 
     Args:
         results: results of candidates that were compiled, or failed.
@@ -488,7 +489,7 @@ def _error(
     use: Mapping[str, int],
     choice: Choice,
 ) -> MemoryBudgetError:
-    """Makes the error; `use` has the parts of the leanest program's memory by name."""
+    """Makes the error; `use` has {part of memory: bytes}, `first` the first line."""
     parts = sorted(
         ((name, size) for name, size in use.items() if size > 0), key=lambda p: -p[1]
     )
@@ -511,7 +512,7 @@ def _error(
 def _advice(
     analysis: Analysis, choice: Choice, parts: Sequence[str], large: set[str]
 ) -> str:
-    """Returns the rest of a sentence of remedies, by the largest parts of memory."""
+    """Returns the rest of a sentence of remedies; `parts` are the largest first."""
     advice = ""
     if large != {RESERVE}:  # Each device has a reserve, so more devices do not help.
         advice += ", use more devices"

@@ -67,9 +67,9 @@ class Builder:
     Attributes:
         program: the program, for candidates without `RaceProgram.stands_on`.
         budget_bytes: largest memory of a program per device; None for no limit.
-        end: deadline (`time.monotonic`): no program is timed again, and compiles begin
-            only if none has begun before.
-        built: ``{identity of a program: compiled program}`` so far.
+        end: deadline (`time.monotonic`). After it, a program is compiled only if none
+            was before, and compiled programs are timed once.
+        built: ``{identity of a program: compiled program}``, extended by compiles.
     """
 
     program: Program
@@ -96,7 +96,7 @@ class Builder:
         return default_threads(self.platform)
 
     def build(self, one: RaceProgram) -> Built | ProfileRecord:
-        """Compiles a program; may return a failure."""
+        """Compiles a program; returns the record of a failure if that fails."""
         program, mesh = one.stands_on or (self.program, self.mesh)
         kept = BuildEnvironment.beside(self.store.path)
         return build(program, mesh, one.job, kept)
@@ -113,7 +113,7 @@ def compile_programs(
     """Compiles programs without running them, and stores those that fail.
 
     Programs over the budget count as failures. Programs in the store, from earlier
-    races or `keep_built`, are not compiled again.
+    races or `keep_built`, are not compiled again, and have no executable.
 
     Returns:
         A result for each program, in order; samples come from earlier races only.
@@ -131,7 +131,7 @@ def compile_programs(
 
 
 def keep_built(store: ProfileStore, one: RaceProgram, built: Built) -> None:
-    """Stores a compiled program's memory; the record's sample is the compile time."""
+    """Stores a compiled program's memory, under a key that no timing has."""
     made = replace(built, key=_key_of_build(one))
     store.put(made.record("ok", samples_ms=[1e3 * built.build_seconds]), replace=True)
 
@@ -139,7 +139,7 @@ def keep_built(store: ProfileStore, one: RaceProgram, built: Built) -> None:
 def _known_builds(
     builder: Builder, programs: Sequence[RaceProgram]
 ) -> dict[str, Built]:
-    """Returns programs that `keep_built` stored and that fit, by key."""
+    """Returns {key: `Built` without executable} of `keep_built`'s that fit."""
     keys = {one.job.key.digest: (one.job.key, _key_of_build(one)) for one in programs}
     found = builder.store.get_many(mine.digest for _, mine in keys.values())
     return {
@@ -230,7 +230,7 @@ def known_records(
 ) -> dict[str, ProfileRecord]:
     """Returns the store's records by key, without those to make again.
 
-    Those are failures to retry, and those too large for an earlier, smaller budget.
+    Those are failures to retry, and programs too large for an earlier budget only.
     """
     settle(builder.store)
     return {
@@ -274,7 +274,7 @@ class Answer:
     """Outcome of an earlier race.
 
     Attributes:
-        known: the remembered choice that raced (`known_to_fit`), as JSON; "" if none.
+        known: the remembered choice that raced (`to_race_again`), as JSON, or "".
         time_ms: step time of the winner.
         ended: time of the end, in the format of `ProfileRecord.created`.
         raced: digests of all choices that ran.
@@ -309,7 +309,7 @@ def choice_digest(choice: str) -> str:
 
 
 def question(context: PlanContext, programs: Iterable[RaceProgram]) -> ProfileKey:
-    """Returns the key of a race's answer, from budget, environment and `programs`."""
+    """Returns the key of a race's answer, by programs, options and budget."""
     options = context.defaults.compiler_options.values()
     return ProfileKey(
         (
@@ -346,7 +346,7 @@ def keep_answer(asked: ProfileKey, store: ProfileStore, answer: Answer) -> None:
 def compiled_before(
     context: PlanContext, programs: Sequence[RaceProgram]
 ) -> dict[Any, ProfileRecord]:
-    """Returns {candidate's key: record} of programs that an earlier run compiled."""
+    """Returns {candidate's key: record} of programs that ran, or were too large."""
     found = context.store.get_many(one.job.key.digest for one in programs)
     return {
         one.candidate.key: record
@@ -389,22 +389,22 @@ def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Rememb
     return sorted(found, key=lambda pair: _turn_ms(pair[1]))
 
 
-def known_to_fit(
+def to_race_again(
     context: PlanContext,
     analysis: Analysis,
     problem: Problem | None,
     candidates: Sequence[Candidate],
     answer: Answer | None,
 ) -> list[Candidate]:
-    """Returns the fastest remembered choice that fits, or else the smallest one.
+    """Returns at most one remembered choice: the fastest that fits, or the smallest.
 
-    An earlier run compiled it. It races, so that more memory gives no slower plan, and
-    errors name a sufficient budget (docs/decisions.md, "Compiled programs are
-    remembered"). Empty if the store has no other choice than `candidates`.
+    An earlier run compiled it. It races, so that more memory gives no slower plan. The
+    smallest, if none fits, lets errors name a sufficient budget (docs/decisions.md,
+    "Compiled programs are remembered"). Choices of `candidates` are left out.
 
     Args:
         answer: last answer of the race. Unless it is old (`Answer.is_old`), its choice
-            is returned, so that the stored race is the same.
+            is returned, if it had one, so that the stored race is the same.
     """
     assert context.memory is not None, "remembered choices race under a budget only"
     budget_bytes = context.memory.budget_bytes
@@ -480,7 +480,7 @@ class EarlierRace:
     rounds: int
 
     def records(self) -> dict[str, ProfileRecord]:
-        """Returns {program's key: record} of an earlier equal race.
+        """Returns {key: record} of an earlier race of the same programs and budget.
 
         Empty without one, or if the records are of different races.
         """

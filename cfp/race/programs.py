@@ -52,11 +52,12 @@ _PROPAGATED_LEVELS = {
 def named_candidates(
     named: Mapping[str, Choice], levels: Sequence[ConstraintLevel]
 ) -> list[Candidate]:
-    """Makes candidates of presets at the first of `levels`, and of propagated choices.
+    """Makes candidates without predicted times: presets, and XLA's propagated choices.
 
     Args:
-        named: ``{name: choice}``; rematerialized ones have a suffix after a comma.
-        levels: allowed levels; a propagated choice has its own, or is left out.
+        named: ``{name: choice}``; `_PROPAGATED_LEVELS` has the names of propagated
+            ones, each with the only level that it may have.
+        levels: allowed levels. Presets get the first one of `_PRESET_LEVELS`.
     """
     usual = [level for level in levels if level in _PRESET_LEVELS][:1]
     found = []
@@ -69,11 +70,11 @@ def named_candidates(
 
 
 def variants(one: Candidate, rules: PlatformDefaults) -> list[Candidate]:
-    """Returns variants of a race's leader.
+    """Returns variants of a race's leader, each with another name.
 
-    The first has none of `rules.first_options`; others have one set of
-    `rules.compiler_options` each, or lack one of `rules.slow_to_tune`. Presets also
-    have other constraint levels.
+    The first lacks `rules.first_options`, if the leader has them. Others add a set of
+    `rules.compiler_options` to it; or lack one of `rules.slow_to_tune`; or, of a
+    preset, have another constraint level.
     """
     plain = one
     for name, chosen in rules.first_options.items():
@@ -92,7 +93,7 @@ def variants(one: Candidate, rules: PlatformDefaults) -> list[Candidate]:
 def with_options(
     one: Candidate, options: Mapping[str, Mapping[str, str]]
 ) -> list[Candidate]:
-    """Returns a candidate's variants, one for each set of compiler options."""
+    """Returns a variant for each ``{suffix of the name: compiler options to add}``."""
     return [
         replace(one, name=f"{one.name}, {name}", options={**one.options, **chosen})
         for name, chosen in options.items()
@@ -121,7 +122,7 @@ def leanest_of(analysis: Analysis, problem: Problem) -> Candidate:
 def rematerialized(
     analysis: Analysis, problems: Sequence[Problem], presets: Mapping[str, Choice]
 ) -> dict[str, Choice]:
-    """Returns presets that fit with some segments rematerialized, by a longer name.
+    """Returns {longer name: choice} of presets that fit with segments rematerialized.
 
     Left out: presets with a part that is no option, and those that fit without. If
     segments of one kind differ in a preset, all take the last one's option.
@@ -145,9 +146,9 @@ def rematerialized(
 def like(
     analysis: Analysis, problem: Problem, choice: Choice
 ) -> list[list[int]] | None:
-    """Returns ``[kind]`` options that equal a choice's, rematerialized or not.
+    """Returns, by kind of segment, indices of options equal to the choice's.
 
-    Returns None if a part of the choice is no option.
+    Rematerialization may differ. None if a part of the choice is no option.
     """
     if (picks := picks_of(analysis, problem, choice)) is None:
         return None
@@ -162,10 +163,10 @@ def like(
 def with_kernels(
     analysis: Analysis, problem: Problem, named: Mapping[str, Choice]
 ) -> dict[str, Choice]:
-    """Returns named choices with the kernels that are fastest by the problem's times.
+    """Returns named choices, each with its fastest kernels by the problem's times.
 
-    So presets and plans are compared with kernels on both sides. Choices that are no
-    options of the problem are unchanged.
+    So presets and plans are compared with kernels on both sides. Memory does not
+    matter. Choices that are no options of the problem are unchanged.
     """
     every = (option for options in problem.options for option in options)
     if not any(option.candidate.kernels for option in every):
@@ -217,12 +218,11 @@ class RaceProgram:
 
     @property
     def name(self) -> str:
-        """Name in a plan's table of candidates."""
         return self.candidate.name
 
     @property
     def identity(self) -> str:
-        """Digest of the compiled program, equal in all races."""
+        """Digest of all that the compiled program depends on, equal in all races."""
         parts = self.job.key.parts
         return ProfileKey(tuple(p for p in parts if p[0] != "race")).digest
 
@@ -235,7 +235,7 @@ class RaceResult:
         record: record of a run or a failure; None if compiled only, or skipped.
         size: memory of the compiled program; zeros if not compiled.
         build_seconds: time of its compile, perhaps in an earlier run.
-        skipped: reason why it was not compiled; "" if it was.
+        skipped: reason why no compile began; otherwise "".
         fits: True if `size` is within the budget; also if not compiled.
         cached: True if the result is from the store.
     """
@@ -397,13 +397,13 @@ class RaceOutcome:
 
     @property
     def raced(self) -> tuple[tuple[Candidate, float], ...]:
-        """(candidate, step time) of candidates that ran; empty without a race."""
+        """(candidate, ms) of candidates that ran and fit; empty without a winner."""
         if self.time_ms is None:
             return ()
         return tuple((one.candidate, one.time_ms) for one in self.results if one.ran)
 
     def after(self, before: RaceOutcome) -> RaceOutcome:
-        """Adds the rows and results of an earlier race, if that has no winner."""
+        """Returns this with the rows and results of `before`, if that has no winner."""
         if before.winner is not None:
             return self
         names = {row.name for row in self.rows}
@@ -438,7 +438,7 @@ def race_row(result: RaceResult) -> RaceRow:
 
 
 def compiled_row(result: RaceResult) -> RaceRow:
-    """Returns the row of a program that was compiled only, with its collectives."""
+    """Returns a row without times; its note lists the program's collectives."""
     row, every = race_row(result), result.collectives
     texts = [row.note or "compiled, not run"]
     for kind in dict.fromkeys(one.kind for one in every):
@@ -456,7 +456,7 @@ def left_out(candidate: Candidate, why: str) -> RaceRow:
 
 
 def kernels_not_timed(outcome: RaceOutcome) -> dict[SegmentKernels, str]:
-    """Finds kernels that no timed candidate within the budget has.
+    """Finds kernels of candidates of which none was timed within the budget.
 
     Returns:
         ``{kernels: "failed: ..." or "was not timed: ..."}``, with the first reason.

@@ -46,8 +46,8 @@ from cfp.race.compile import (
     compiled_before,
     keep_answer,
     keep_built,
-    known_to_fit,
     question,
+    to_race_again,
 )
 from cfp.race.programs import (
     NOT_RUN,
@@ -102,7 +102,7 @@ class Race:
 
     @property
     def seconds(self) -> float:
-        """Seconds of this race until now, and of races before it."""
+        """Seconds of this race until now, and of earlier races for the same plan."""
         before_seconds = self.solution.counts.get(RACE_SECONDS, 0.0)
         return before_seconds + time.perf_counter() - self.started
 
@@ -119,13 +119,13 @@ class Race:
         race: Parts = (),
         looks: Mapping[str, ProfileRecord] = MappingProxyType({}),
     ) -> list[RaceResult]:
-        """Times candidates by `race_programs`; returns a result for each, in order."""
+        """Times candidates by `race_programs`, with `race` as a part of their keys."""
         where = (*self.context.environment, *race)
         programs = programs_of(self.analysis, candidates, where)
         return race_programs(self.builder, programs, rounds, looks)
 
     def rank(self, candidates: Sequence[Candidate]) -> Ranking:
-        """Times candidates, and the leaders again with variants of the fastest."""
+        """Times candidates, and perhaps leaders again with variants of the fastest."""
         defaults = self.context.defaults
         # One turn is enough if leaders run again.
         runs_again = defaults.compiler_options or defaults.slow_to_tune
@@ -156,12 +156,12 @@ class Race:
         """Yields compiled candidates in batches, until the caller stops.
 
         The first batch has those within reach. A second has the others, if there is no
-        budget. In the stage `SMALLEST`, each candidate is a batch, until the deadline.
+        budget. In `Stage.SMALLEST`, each candidate is a batch, until the deadline.
 
         Args:
             candidates: the best by prediction first.
-            known: remembered candidates that fit, compiled in any case.
-            one_is_enough: True to end a batch with the first that fits, without a race.
+            known: remembered candidates, compiled in any case.
+            one_is_enough: True to end with the first that fits, without a race.
         """
         if self.solution.stage is Stage.SMALLEST:
             for number, one in enumerate(candidates):
@@ -203,9 +203,9 @@ class Race:
     def remember(
         self, candidates: Sequence[Candidate]
     ) -> tuple[list[Candidate], ProfileKey | None]:
-        """Returns the remembered choice that races, and the key of the race's answer.
+        """Returns `to_race_again`'s candidates, and the key of the race's answer.
 
-        Empty and None without a budget, or in the stage `SMALLEST`. Also notes `sizes`.
+        Empty and None without budget or search, and in `Stage.SMALLEST`. Fills `sizes`.
         """
         context, problem = self.context, self.solution.problem
         is_last = self.solution.stage is Stage.SMALLEST
@@ -217,7 +217,7 @@ class Race:
         answer = answer_to(asked, context.store)
         anyway = exempt_from_reach(candidates)
         near = within_reach(candidates, anyway, context.defaults.reach)
-        known = known_to_fit(context, self.analysis, problem, near, answer)
+        known = to_race_again(context, self.analysis, problem, near, answer)
         presets = {one.choice for one in candidates if one.is_preset}
         known = [replace(one, is_preset=one.choice in presets) for one in known]
         return known, asked
@@ -287,7 +287,6 @@ class Race:
         known: Sequence[Candidate],
         asked: ProfileKey | None,
     ) -> None:
-        """Stores the answer of a race under a budget."""
         if asked is None:
             return
         jobs = [one.job for one in programs_of(self.analysis, known, ())]
@@ -301,7 +300,7 @@ class Race:
         keep_answer(asked, self.context.store, answer)
 
     def estimated_rows(self, results: Sequence[RaceResult] = ()) -> dict[str, RaceRow]:
-        """Returns {name: row} of candidates if estimates decide; otherwise empty."""
+        """Returns {name: row} of candidates and `results`; {} if a race decides."""
         if not self.context.defaults.estimates:
             return {}
         problem, most = self.solution.problem, self.context.budget_bytes
@@ -319,8 +318,8 @@ class Race:
 def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOutcome:
     """Races a solution's candidates; the winner is the plan.
 
-    Without a race, the best by prediction wins; with a memory budget, the best by
-    prediction that fits when compiled. If none fits or runs, `winner` is None.
+    Without a race, the best by prediction wins; if `context.compiles`, the best that
+    fits when compiled. If no candidate fits or runs, `winner` is None.
     """
     shared, found = context.defaults.shared_options, solution.candidates
     found = [replace(one, options={**shared, **one.options}) for one in found]

@@ -50,7 +50,7 @@ from cfp.settings import (
 def flag_values(
     program: Program, carried: Collection[int]
 ) -> Iterator[tuple[str, Program]]:
-    """Yields a text such as ``refresh=False``, and the program with that value given.
+    """Yields a text such as ``refresh=False``, and the program with that flag's value.
 
     A flag is a scalar argument that is a long branch's predicate, or index (0 to 7).
 
@@ -76,7 +76,7 @@ def time_flags(builder: Builder, best: RaceResult) -> tuple[tuple[str, float], .
 
     Returns:
         (``"flag=value"``, step time in ms) pairs, from the store or measured before the
-        deadline; values that could not be timed are absent.
+        deadline. Values that could not be timed are absent; () without flags.
     """
     one, found = best.program, list[tuple[str, float]]()
     built = builder.built.get(one.identity)
@@ -138,11 +138,11 @@ def race_programs(
     out are scaled alike (`ProfileRecord.drift`), so that none wins by its absence.
 
     A race with the same programs, budget and turns comes from the store, since times
-    compare only within one race. Failed programs are left out, and tried again only if
-    the builder's options retry failures. Programs with one key run once.
+    compare only within one race. Programs over the budget do not run; nor do earlier
+    failures, unless the builder's options retry them. Equal programs run once.
 
     Args:
-        rounds: largest number of turns (`_is_told` ends them earlier).
+        rounds: largest number of turns; fewer if the fastest is clear (`_is_told`).
         looks: ``{identity: recent record}`` of programs that need no look.
 
     Returns:
@@ -239,11 +239,9 @@ class _Turns:
 
     @property
     def platform(self) -> str:
-        """JAX's name of the devices' platform."""
         return self.builder.platform
 
     def is_late(self) -> bool:
-        """True after the deadline."""
         return time.monotonic() > self.builder.end
 
     def is_over(self) -> bool:
@@ -251,19 +249,18 @@ class _Turns:
         return not self.order or self.is_late()
 
     def is_told(self) -> bool:
-        """True if the turns so far suffice to find the fastest program."""
+        """True if the fastest program is clear, or no other is left."""
         if self.builder.is_measured:
             return _is_told([self.records[d].samples_ms for d in self.order])
         return len(self.order) == 1
 
     def compile_generators(self, digest: str) -> None:
-        """Compiles the generators of a program's inputs."""
         one = self.programs[digest]
         where = one.stands_on or (self.builder.program, self.builder.mesh)
         compile_generators(*where, one.job)
 
     def warm_up(self) -> None:
-        """Runs the first program until devices are steady; drops it if it fails."""
+        """Runs the first program until real devices are steady; drops it on failure."""
         if not self.builder.is_measured or self.is_over():
             return
         self.builder.options.tell("warming up the devices")
@@ -293,7 +290,7 @@ class _Turns:
         self._drop_failures()
 
     def turn(self, number: int, *, is_first: bool) -> None:
-        """Times each program once, all with the same number of steps.
+        """Times each program once; on GPUs and TPUs, all with equally many steps.
 
         Args:
             is_first: True if no program has a time yet.
@@ -352,7 +349,7 @@ class _Turns:
 
 
 def _timing(platform: str, fastest_ms: float | None) -> TimingOptions:
-    """Returns the timing of a turn, or of a look (`fastest_ms` is None)."""
+    """Returns the timing of a turn, or of a short look (`fastest_ms` is None)."""
     if platform == "cpu":
         return _ON_CPUS
     if fastest_ms is None:
@@ -378,7 +375,8 @@ def second_race(
     """Selects candidates of a second race from results of the first.
 
     Returns:
-        The leader, near ties and the best preset; and new variants of the leader.
+        The leader, others at most 4 % slower, and the fastest preset; and variants of
+        the leader that did not race. Empty if no candidate ran.
     """
     ran = sorted((one for one in raced if one.ran), key=lambda one: one.time_ms)
     if not ran:
@@ -400,7 +398,7 @@ def second_race(
 
 
 def _is_told(samples: Sequence[Sequence[float]]) -> bool:
-    """True if after two equal turns each program ties, or was slower in each turn."""
+    """True if each program ties with the fastest or was slower in each of 2+ turns."""
     turns = {len(one) for one in samples}
     if len(turns) != 1 or min(turns) < 2:
         return False

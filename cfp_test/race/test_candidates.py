@@ -22,7 +22,7 @@ from cfp.race.compile import (
     answer_to,
     choice_digest,
     keep_answer,
-    known_to_fit,
+    to_race_again,
 )
 from cfp.race.programs import LESS_MEMORY, rematerialized, with_options
 from cfp.search.guided import Candidate
@@ -156,7 +156,7 @@ def known(analysis, tmp_path):
                 for name in with_limit
             ),
         ]
-        there = known_to_fit(context, analysis, None, near, answer)
+        there = to_race_again(context, analysis, None, near, answer)
         found.names = [one.name for one in there]
         return [(names[one.choice], one.options) for one in there]
 

@@ -1,7 +1,7 @@
 """Frozen records of a program: its values and ops.
 
-One list has the ops of all regions, in execution order. Ops of a loop's body come
-before the loop op, and ``Op.parent`` is the loop's id.
+One list has the ops of all regions, in execution order. Ops in a loop or
+branch come before the loop or branch, whose id is their ``Op.parent``.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def reached(
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor: an argument, an op's result, or a loop body's argument.
+    """A tensor: an op's result, or an argument of the program or of a loop's region.
 
     Attributes:
-        producer: id of the op that makes it; -1 for a program or body argument.
-        origin: for a loop-body argument the id of the value that enters it; else -1.
+        producer: id of the op that makes it; -1 for an argument.
+        origin: id of a loop argument's initial value; -1 for other values.
     """
 
     id: int
@@ -73,7 +73,7 @@ class Value:
 
 @lru_cache
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element of an MLIR element type such as ``bf16`` or ``i32``."""
+    """Bytes of one element of an MLIR type such as ``bf16``; 1 below 8 bits."""
     if dtype.startswith("complex<"):
         return 2 * dtype_bytes(dtype[8:-1])
     bits = _FIRST_NUMBER.search(dtype)
@@ -103,23 +103,22 @@ class Op:
     Attributes:
         name: such as ``stablehlo.dot_general``.
         operands: value ids; initial values for a loop.
-        yields: value ids that the regions return: one per result for a loop; all
-            results of each case, one case after another, for a branch.
-        entries: value ids of the regions' arguments, region by region.
-        body: ids of the ops in the regions.
+        yields: value ids that a loop's body returns; for a branch those that each case
+            returns, one case after another.
+        entries: value ids of arguments of a loop's condition, then of its body.
+        body: ids of the ops in the regions, also of those in inner regions.
         rule: sharding rule; None for an opaque op and for ops with regions.
         scope: JAX's name stack, such as ``jit(step)/jvp(Net)/Dense_0/dot_general``.
-        source: ``file:line`` of the user's code, or "".
+        source: ``file:line`` of the user's code; "" for kinds that no message names.
         parent: id of the loop or branch around the op, or -1.
-        repeat: runs in one step (the product of trip counts).
-        attributes: attributes as text; equal text means equal results.
-        structure: attributes without constants, except for trip counts and indices;
+        repeat: runs in one step: the product of trip counts of loops around the op.
+        attributes: as text; "" for loops, branches. Equal text means equal results.
+        structure: `attributes` without constants, except for trip counts and indices;
             equal text means equal cost.
         shardings: for a region that the user sharded by hand, those of its operands and
             then of its results; () for other ops.
-        uncounted: True for a loop with an unknown number of iterations, which counts
-            as one iteration.
-        manual: computation of a region that the user sharded by hand.
+        uncounted: True for a loop of unknown length, which counts as one iteration.
+        manual: computation of a region that the user sharded by hand, or None.
         kind: name without the dialect.
         has_regions: True for a loop or a branch, even without ops in the regions.
     """
@@ -157,15 +156,15 @@ class Op:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Value ids of the operands, then of the values that the regions return."""
+        """Ids of `operands`, then of `yields`."""
         return self.operands + self.yields
 
     def entered(self, place: int) -> tuple[int, ...]:
-        """Returns ids of the loop's region arguments that begin as operand `place`."""
+        """Returns those of a loop's `entries` that operand `place` initializes."""
         return self.entries[place :: len(self.operands)]
 
     def yielded(self, place: int) -> tuple[int, ...]:
-        """Returns ids of values that the body, or each case, returns for a result."""
+        """Returns those of `yields` that a loop or branch returns as result `place`."""
         return self.yields[place :: len(self.results)]
 
     def integers(self, name: str) -> tuple[int, ...]:
@@ -180,7 +179,7 @@ class Op:
 
     @property
     def direction(self) -> str:
-        """The direction of a comparison, such as EQ."""
+        """The direction of a comparison, such as EQ; AssertionError for other ops."""
         found = DIRECTION.search(self.attributes)
         assert found is not None, "a comparison has a direction"
         return found[1]
@@ -195,12 +194,13 @@ class Precision:
         pattern: regular expression of what users give.
         syntax: what users may give, for messages.
         rewrite: rewrites a module, given what the user gave, the arguments' paths, and
-            the mesh. Returns {outcome: {path of a parameter: 16-bit products}}.
+            the mesh. Returns {outcome: {path of a parameter: 16-bit products}}; paths
+            have * for numbers, and are "" if no parameter is multiplied.
         taken: outcome of rewritten products.
         element: first letters of the element types of quantized numbers.
         options: compiler options of programs with rewritten products.
         speedup: speed of products relative to 16-bit ones, quantizing included.
-        saved_ms, quantized_ms: time saved per FLOP, and lost per number, on `devices`.
+        saved_ms, quantized_ms: ms saved per FLOP, ms lost per number, on `devices`.
     """
 
     name: str
@@ -222,7 +222,7 @@ class Rewritten:
 
     Attributes:
         counts: {name in `Plan.search`: number of changes}.
-        products: see `Precision.rewrite`.
+        products: counts that `Precision.rewrite` returned.
         precision: of the rewritten products; None without any.
     """
 
@@ -318,7 +318,7 @@ class Program:
 
     @cached_property
     def leaf_ops(self) -> frozenset[int]:
-        """Ids of ops that depend on no argument: constants, iotas and ops of them.
+        """Ids of constants, iotas and ops of these alone, without loops and calls.
 
         They are cheap to repeat, so that their readers may be sharded differently.
         """
@@ -339,7 +339,7 @@ class Program:
         return self.values[value].shape
 
     def maker(self, value: int) -> Op | None:
-        """Returns the op that makes a value; None for a program or body argument."""
+        """Returns the op that makes a value; None for an argument."""
         producer = self.values[value].producer
         return self.ops[producer] if producer >= 0 else None
 
@@ -348,7 +348,7 @@ class Program:
         return self.values[value].producer in self.leaf_ops
 
     def decides(self, value: int) -> bool:
-        """True if a scalar value reaches a loop, or a branch's index, via scalars."""
+        """True if a scalar enters a loop or selects a case, also via other scalars."""
 
         def further(v: int) -> list[int]:
             users = () if self.shape(v) else self.users[v]
@@ -368,7 +368,7 @@ class Program:
         return parent < 0 or parent in self.opened
 
     def top_level(self, op: int) -> int:
-        """Id of the op, or of the loop or branch around it, that `is_top_level`."""
+        """Returns the op, or the loop or branch around it, that `is_top_level`."""
         while not self.is_top_level(op):
             op = self.ops[op].parent
         return op
@@ -383,7 +383,7 @@ class Program:
         return self.ops[self.top_level(op)].repeat
 
     def uses(self, value: int) -> list[tuple[int, int]]:
-        """Returns `users` of a value, but for a loop in `opened` the users inside."""
+        """Returns `users` of a value; for a loop in `opened`, the users inside it."""
         found: list[tuple[int, int]] = []
         for user, index in self.users[value]:
             op = self.ops[user]
@@ -464,7 +464,7 @@ _SCORES = ("cudnn_fmha_backend_config", "intermediate_tensor_shape", "dimensions
 
 
 def op_flops(program: Program, op: Op) -> int:
-    """Counts FLOPs of all runs of a contraction in one step, on all devices."""
+    """Counts FLOPs of all runs of a contraction or call in one step, on all devices."""
     if op.manual is not None or PARTITIONED.search(op.attributes):
         return call_flops(op) * op.repeat
     rule = op.known_rule
@@ -493,7 +493,7 @@ def is_dequantized(program: Program, op: Op) -> bool:
 
 
 def product_dtype(program: Program, op: Op) -> str:
-    """Returns the element type of a product's first operand, before it is widened."""
+    """Returns the element type of a product's first operand; f8 if dequantized."""
     value = op.operands[0]
     while (maker := program.maker(value)) and is_dequantized(program, maker):
         value = maker.operands[0]
@@ -501,10 +501,9 @@ def product_dtype(program: Program, op: Op) -> str:
 
 
 def call_flops(op: Op) -> int:
-    """Counts floating-point operations of one run of a call, on all devices.
+    """Counts FLOPs of one run of a call, on all devices, by :func:`inner_flops`.
 
-    Calls are custom_partitioning ops, with the count in their name, and regions sharded
-    by hand; see :func:`inner_flops`. Other ops return 0.
+    Calls are custom_partitioning ops, and regions sharded by hand. 0 for other ops.
     """
     if op.manual is not None:
         return op.manual.flops * op.manual.devices
@@ -513,9 +512,10 @@ def call_flops(op: Op) -> int:
 
 
 def inner_flops(program: Program, ops: Sequence[ir.Operation]) -> int:
-    """Counts FLOPs of products, convolutions and cuDNN's attention in a program.
+    """Counts FLOPs of one run of a program, also in regions sharded by hand.
 
-    Masked scores of attention count in full. `ops` are the program's, as MLIR.
+    Counted are products, convolutions and cuDNN's attention, masked scores in full.
+    `ops` are the program's, as MLIR.
     """
     return sum(
         _inner_flops(program, record, op)

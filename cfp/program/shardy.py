@@ -54,7 +54,7 @@ def main_block(module: ir.Module) -> ir.Block:
 
 
 def functions(module: ir.Operation) -> list[ir.Operation]:
-    """Returns a module's functions: the main one, and those of composites."""
+    """Returns a module's functions, in its order."""
     every = (op.operation for op in module.regions[0].blocks[0].operations)
     return [op for op in every if op.name == "func.func"]
 
@@ -117,13 +117,13 @@ def moves_to_memory(op: ir.Operation) -> bool:
 
 
 def memory_of_move(op: ir.Operation) -> str:
-    """Returns the kind of memory of an op of `moves_to_memory`."""
+    """Returns where an op of `moves_to_memory` moves to, such as ``pinned_host``."""
     attributes = ir.DictAttr(op.attributes["mhlo.frontend_attributes"])
     return ir.StringAttr(attributes["_xla_buffer_placement"]).value
 
 
 def constant(number: str, kind: ir.Type) -> ir.Value:
-    """Inserts a constant tensor of a type; all elements are `number`, MLIR's text."""
+    """Inserts a tensor of a type, each element the constant `number` (MLIR text)."""
     return hlo.constant(ir.Attribute.parse(f"dense<{number}> : {kind}"))
 
 
@@ -157,7 +157,7 @@ def integer(number: int) -> ir.Attribute:
 
 
 def clone_with(op: ir.Operation, mapping: dict[ir.Value, ir.Value]) -> ir.Operation:
-    """Clones an op with operands mapped, and adds {old: new result} to the mapping."""
+    """Inserts a clone with operands mapped; adds {old result: new} to `mapping`."""
     clone = op.clone()
     for one in (clone, *walk(clone)):
         for index, operand in enumerate(one.operands):
@@ -168,7 +168,7 @@ def clone_with(op: ir.Operation, mapping: dict[ir.Value, ir.Value]) -> ir.Operat
 
 
 def copy_symbols(target: ir.Module, source: ir.Module) -> None:
-    """Copies meshes and functions whose names the target lacks."""
+    """Copies meshes and functions of `source` whose names `target` lacks."""
     known = {symbol_name(op.operation) for op in target.body.operations}
     with ir.InsertionPoint.at_block_begin(target.body):
         for opview in source.body.operations:
@@ -186,7 +186,7 @@ def fill(
     """Replaces the body of the target's main function by ops of the source.
 
     Args:
-        given: values of the source that become the target's arguments, in order.
+        given: values of the source that the target's arguments replace, in order.
         made: values of the source that the target returns.
     """
     block = main_block(target)
@@ -294,11 +294,11 @@ def replace_body(target: ir.Module, source: ir.Module) -> None:
 
 
 def normalise(module: ir.Module) -> int:
-    """Inlines every call, and removes the user's own sharding constraints.
+    """Inlines calls in place, and removes the user's own sharding constraints.
 
     Also removes conversions to a value's own type, which weak types cause, and loops
-    that run once. Convolutions that XLA would split wrongly get another layout. Each
-    use of a small constant gets a copy.
+    that run once. Composites stay. Convolutions that XLA would split wrongly get
+    another layout. Each use of a small constant gets a copy.
 
     Returns:
         The number of removed sharding constraints.
@@ -333,7 +333,7 @@ def normalise(module: ir.Module) -> int:
 
 
 def _tidy_moves(function: ir.Operation) -> None:
-    """Removes moves that change no memory; puts arguments' late, and results' early."""
+    """Removes needless moves to memory; puts arguments' late, and results' early."""
     [block] = function.regions[0].blocks
     moves = []
     for op in filter(moves_to_memory, [one.operation for one in block.operations]):
@@ -357,7 +357,7 @@ def _tidy_moves(function: ir.Operation) -> None:
 
 
 def _within(op: Any, parent: Any) -> ir.Operation:
-    """Returns the op directly below `parent` that is or contains `op`."""
+    """Returns the op directly inside of `parent` that is or contains `op`."""
     op = op.operation
     while op.parent != parent:
         op = op.parent.operation
@@ -384,7 +384,6 @@ def _separate_constants(function: ir.Operation) -> None:
 
 
 def _is_small_constant(op: ir.Operation) -> bool:
-    """True for a constant of few elements, or of one repeated value."""
     if op.name != "stablehlo.constant":
         return False
     if prod(op.results[0].type.shape) <= MOST_SMALL_ELEMENTS:
@@ -468,10 +467,11 @@ def missing_pipelines() -> dict[str, str]:
 
 
 def counter_of(loop: ir.Operation) -> tuple[int, range] | None:
-    """Returns (index among the loop's carried values, range) of a loop's counter.
+    """Returns (index among carried values, range(start, limit)) of a loop's counter.
 
     Reads JAX's form of ``scan`` and ``fori_loop``: the condition tests if a counter is
-    less than a constant. None without a counter, or if its range is unknown.
+    below the limit. None for other loops, or if start or limit is no constant. The
+    counter's step is not read.
     """
     condition = loop.regions[0].blocks[0]
     test = owner_of(returned(loop.regions[0])[0])
@@ -508,13 +508,13 @@ def returned(region: ir.Region) -> list[ir.Value]:
 
 
 def owner_of(value: ir.Value) -> ir.Operation | None:
-    """Returns the op that makes a value; None for an argument."""
+    """Returns the op that makes a value; None for an argument of a block."""
     owner = value.owner
     return None if isinstance(owner, ir.Block) else owner.operation
 
 
 def _place(value: ir.Value, block: ir.Block) -> int | None:
-    """Returns a block argument's index; None for other values."""
+    """Returns the index of an argument of `block`; None for other values."""
     return ir.BlockArgument(value).arg_number if value.owner == block else None
 
 

@@ -41,7 +41,7 @@ def matching(words: str) -> list[Operator]:
         words: comma-separated; "" selects all operators.
 
     Raises:
-        CfpError: no operator's name contains a word.
+        CfpError: one of the words is in no operator's name.
     """
     wanted = [word.strip() for word in words.split(",") if word.strip()]
     for word in wanted:

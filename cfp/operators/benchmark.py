@@ -107,7 +107,7 @@ def run(
         seconds: time limit; rows of later implementations are `NO_TIME`.
 
     Yields:
-        A row as soon as its implementation is measured.
+        One row for each implementation, as soon as it is measured or skipped.
     """
     end = time.perf_counter() + seconds
     for shape, dtype, operator in product(shapes, dtypes, operators):

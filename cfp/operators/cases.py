@@ -1,8 +1,8 @@
 """Shapes and random arguments to test operators with, and comparison with the oracle.
 
-The oracle is the plain formula in float32, with the same arguments. Two relative
-differences are limited: of norms, and of the largest element. The second finds a single
-wrong row. Gradients are for a random cotangent, so that no sum hides an error.
+The oracle is the plain formula in float32, with the same arguments. Two ratios to the
+oracle's result are limited: of the difference's norm, and of its largest element. The
+second finds a single wrong row. Gradients are for a random cotangent.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def oracle_program(operator: Operator, *, backward: bool = True) -> Program:
 
 
 def limit_of(dtype: str, platform: str) -> float:
-    """Largest allowed relative difference of norms for a type on a platform."""
+    """Largest allowed norm of a difference, relative to that of the oracle's result."""
     return TF32_LIMIT if dtype == "float32" and platform == "gpu" else LIMITS[dtype]
 
 
@@ -196,12 +196,12 @@ def compare(
     """Compares the results `found` of an implementation with the oracle's, `right`.
 
     Args:
-        limit: largest allowed relative difference of norms. A single element may differ
-            by four times the limit, relative to the largest element.
+        limit: largest allowed norm of the difference, relative to that of `right`. An
+            element may differ by four times the limit, relative to the largest element.
 
     Returns:
-        Relative differences of norms by name, and a message about results that exceed a
-        limit or are NaN ("" if all are right).
+        These relative norms by name, and a message about results that exceed a limit or
+        are NaN ("" if all are right).
     """
     errors, wrong = {}, []
     for name, value in found.items():

@@ -37,7 +37,7 @@ class Argument:
     """One argument of an operator.
 
     Attributes:
-        dims: names of its dims, such as "* h"; the star stands for any leading dims.
+        dims: names or sizes, such as "* 3 h"; the star stands for any leading dims.
         kind: values of random samples. "float" is normal. The others are integers:
             "below" (from 0, less than the dim `below`), "lengths" (1 to the dim
             `below`), "groups" (sizes that sum to the dim `below`), "key" (key data).
@@ -94,7 +94,7 @@ class Operator:
     def by_first(
         self, *args: Any, implementation: str | None = None, **options: Any
     ) -> tuple[str, Array]:
-        """Returns (name, result) of the first implementation that accepts the call.
+        """Returns (name, result) of `implementation`, or of the first that accepts.
 
         Args:
             args: arrays, in the order of `arguments`.
@@ -225,7 +225,7 @@ def causal_mask(queries: int, keys: int) -> Array:
 
 
 def softmax(scores: Array, seen: Array | None = None) -> Array:
-    """Softmax over the last dim, in float32; `seen` is False for masked scores."""
+    """Softmax over the last dim, computed in float32; scores not `seen` are masked."""
     y = scores.astype(jnp.float32)
     y = y if seen is None else jnp.where(seen, y, _LEAST)
     powers = jnp.exp(y - jax.lax.stop_gradient(y.max(-1, keepdims=True)))
@@ -233,7 +233,7 @@ def softmax(scores: Array, seen: Array | None = None) -> Array:
 
 
 def softmax_jax_nn(scores: Array, seen: Array | None = None) -> Array:
-    """Softmax over the last dim by `jax.nn`, in float32."""
+    """Like `softmax`, by `jax.nn`."""
     return jax.nn.softmax(scores.astype(jnp.float32), where=seen).astype(scores.dtype)
 
 

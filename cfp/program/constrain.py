@@ -205,12 +205,12 @@ def _mesh_symbol(module: ir.Module, program: Program, mesh: Mesh | AbstractMesh)
 def rematerializable(
     program: Program, ops: Iterable[int], turn: int, within: Set[int] | None = None
 ) -> Rematerialization | None:
-    """Returns what to rematerialize of some ops; None if their backward ops read none.
+    """Returns forward ops to rematerialize; None if backward ops of `ops` read none.
 
     Cheap ops from elsewhere that make operands of these are rematerialized, too.
 
     Args:
-        ops: ids of top-level ops, such as those of a segment (a run of blocks).
+        ops: ids of top-level ops of both passes, such as those of a segment.
         turn: id of the backward pass's first op.
         within: ids of ops that may be rematerialized from elsewhere; None for all.
     """
@@ -243,7 +243,7 @@ def _read(program: Program, values: Iterable[int], ops: Set[int]) -> set[int]:
 
 
 def repeatable(program: Program, op_id: int) -> bool:
-    """True if an op may be computed twice: no loop, no custom call, no random state.
+    """True if an op may be computed twice: no loop, branch, custom call, random state.
 
     Calls of custom_partitioning ops may, since they have no effects.
     """
@@ -255,7 +255,7 @@ def repeatable(program: Program, op_id: int) -> bool:
 def rematerialize(
     program: Program, ops: Sequence[ir.Operation], wanted: Sequence[Rematerialization]
 ) -> dict[int, ir.Operation]:
-    """Clones forward ops before the backward ops that read them.
+    """Clones forward ops before the backward ops, which then read the clones.
 
     Args:
         ops: the program's ops in the module, with constraints inserted.
@@ -339,7 +339,7 @@ class _Rematerializer:
         return sorted(filter(None, owners), key=lambda op: self.place[op])
 
     def _signals(self, made: set[ir.Value]) -> dict[ir.Value, None]:
-        """Returns, as keys, gradients that readers need, not `made`; clones wait."""
+        """Returns, as keys, gradients that readers take; clones wait for them."""
         turn = max(self.place[op] for op in self.number)
         end = self.place[self.readers[0]]
         return {

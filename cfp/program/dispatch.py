@@ -36,9 +36,9 @@ from cfp.program.step import FlatStep, abstract
 class Apart:
     """Copies arguments that share memory which a step may overwrite.
 
-    Reading an array's buffers waits for its computation. So only some arrays' buffers
-    are read: arrays with shards of equal type and shape, if one of them is donated, and
-    one unknown from the step's latest call.
+    Reading an array's buffers waits for its computation. So buffers are read only in
+    groups of arrays with shards of equal type and shape. A group has a donated array,
+    and one that is unknown from the step's latest call.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class _Memory(NamedTuple):
 
 
 class Look(NamedTuple):
-    """A call's argument leaves; `new` has indices of those not known from the last."""
+    """A call's argument leaves; `new` has indices of those that were not expected."""
 
     leaves: Sequence[Any]
     new: Sequence[int]
@@ -183,7 +183,7 @@ class Dispatch:
         return Apart(self._step.avals, self._shardings, self._step.donated)
 
     def look(self, leaves: Sequence[Any]) -> Look:
-        """Finds the leaves that are neither results nor arguments of the last call."""
+        """Finds the leaves that are not the array expected at their index."""
         memory = self._memory
         there = map(call, memory.expected)
         return Look(leaves, [*compress(self._all, map(is_not, there, leaves))], memory)
@@ -194,7 +194,7 @@ class Dispatch:
         return all(treedef_is_leaf(tree_structure(leaves[i])) for i in look.new)
 
     def has_types(self, look: Look) -> bool:
-        """True if the new leaves have the types that the step was compiled for."""
+        """True if the new leaves have the planned shapes, dtypes and weak types."""
         for i in look.new:
             leaf = look.leaves[i]
             looks = (
@@ -253,7 +253,6 @@ class Dispatch:
         self._memory = memory._replace(expected=expected, kept=kept, results=made)
 
     def _placed(self, i: int, leaf: Any) -> jax.Array:
-        """Moves leaf number `i` to the step's sharding."""
         if isinstance(leaf, Tracer):
             raise PlanMismatch(
                 "A planned step is compiled already, and cannot be called inside "
@@ -288,7 +287,8 @@ class Dispatch:
     def _looked_up(self, look: Look, there: set[int]) -> tuple[_Memory, Sequence[int]]:
         """Returns updated memory, and indices of new leaves that may share memory.
 
-        Arguments that are results of the last call are expected as such in the next.
+        A new leaf that is a result of the last call is expected as such in the next.
+        `there` has indices of new leaves that were not moved.
         """
         _, new, memory = look
         results = memory.results

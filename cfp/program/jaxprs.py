@@ -58,7 +58,7 @@ def trace_context_key() -> Hashable:
 
 
 def compiler_settings() -> tuple[tuple[str, str], ...]:
-    """Returns (name, value) of settings that change compilation, if not the default."""
+    """Returns (name, value) of changed settings that affect what runs, not traces."""
     # `jax.config` has no attributes for some settings.
     values = jax.config.values
     found = {

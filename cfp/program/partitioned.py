@@ -69,7 +69,7 @@ class Factor:
 
     Attributes:
         places: the dims.
-        size: a multiple of any allowed number of pieces.
+        size: all allowed numbers of pieces divide it.
         is_sum: True if the op sums over the factor.
     """
 
@@ -86,7 +86,7 @@ class PartitionedCall:
         whole: the op's computation on one device.
         partition: the user's callback, called with a mesh, operands and results.
         platforms: platforms that the op was lowered for.
-        name: the call's name in modules; equal for ops with the same computation.
+        name: the call's name in modules; equal for the same computation and rule.
         factors: factors that the callback shards.
         refusals: distinct reasons why other factors are not sharded.
         rule: text of Shardy's rule for `factors`.
@@ -157,7 +157,7 @@ _DESCRIBED: dict[Any, PartitionedCall] = {}
 
 
 def call_of(attributes: str) -> PartitionedCall | None:
-    """Returns the op that a call's attributes name; None if this process has none."""
+    """Returns the op that attributes name; None if they name none of this process."""
     found = PARTITIONED.search(attributes)
     return _CALLS.get(found[1]) if found else None
 
@@ -249,8 +249,8 @@ def _common(tensors: Sequence[Shape], places: Iterable[OpDim], pieces: int = 0) 
 def lowering_parameters(mesh: Mesh | AbstractMesh | None) -> mlir.LoweringParameters:
     """Returns JAX's lowering parameters that make custom_partitioning ops named calls.
 
-    For an `AbstractMesh` they lower host callbacks, too. None is for programs without
-    arguments, which run on one device.
+    On one device (`mesh` is None or has size 1) the ops are inlined instead. For an
+    `AbstractMesh`, host callbacks are lowered without the platform's runtime.
     """
     rules: Any = [(jax_partitioning.custom_partitioning_p, partial(_lower, mesh))]
     if isinstance(mesh, AbstractMesh):
@@ -323,8 +323,8 @@ def _described(
     """Tries each factor with the callback; names the call, and adds it to `_CALLS`.
 
     Args:
-        mesh: only names of axes are used. The tried axis has the least size that
-            divides the factor, so that the result is equal for meshes of all sizes.
+        mesh: its first axis of size 2 or more is tried, with the least size that
+            divides the factor. So the result is equal for meshes of all sizes.
     """
     axis = next(name for name, size in mesh.shape.items() if size > 1)
     tried: dict[Factor, str | None] = {}
@@ -460,11 +460,10 @@ def spec_of(sharding: Any, mesh: Mesh) -> PartitionSpec:
 def _partition(call: PartitionedCall, mesh: Mesh, operands: Any, results: Any) -> Any:
     """Returns what JAX's ``partition`` callback has to: mesh, function, shardings."""
     given = jax.tree.map(lambda one: one.sharding, (operands, results))
-    if dims := _settled(call, mesh, call.axes(*given)):
+    if dims := _sharded_dims(call, mesh, call.axes(*given)):
         return call.partitioned(mesh, dims)
 
     def alone(*trees: Any) -> Any:
-        """Computes the whole op on each device."""
         leaves = call.in_tree.flatten_up_to(trees)
         return call.out_tree.unflatten(jaxpr_as_fun(call.whole)(*leaves))
 
@@ -472,8 +471,11 @@ def _partition(call: PartitionedCall, mesh: Mesh, operands: Any, results: Any) -
     return mesh, alone, *jax.tree.map(lambda _: whole, (results, operands))
 
 
-def _settled(call: PartitionedCall, mesh: Mesh, given: Sequence[Spec]) -> Dims:
-    """Returns {dim: axes}: a factor's dims get the axes of its first sharded dim."""
+def _sharded_dims(call: PartitionedCall, mesh: Mesh, given: Sequence[Spec]) -> Dims:
+    """Returns {dim: axes}: a factor's dims get the axes of its first sharded dim.
+
+    A factor stays whole if an earlier one has these axes, or they do not divide it.
+    """
     found: Dims = {}
     used: set[str] = set()
     for factor in call.factors:

@@ -55,7 +55,7 @@ def _is_counter_type(kind: ir.Type) -> bool:
 
 
 def _content(module: ir.Module) -> str:
-    """Returns a digest of a module without locations and attributes of arguments."""
+    """Returns a digest without locations, and attributes of arguments and results."""
     digest = hashlib.sha256()
     copy = shardy.copied(module, shardy.WITHOUT_LOCATIONS)
     for function in shardy.functions(copy.operation):
@@ -449,7 +449,7 @@ def _described(program: Program) -> Iterator[tuple[str, int]]:
 
 
 def _origin(program: Program, op: Op, value: int, places: Mapping[int, int]) -> Any:
-    """Returns (ids back to the maker, index of its result), or ("argument", index)."""
+    """Returns (ids back to maker, its result's index), or ("argument", index or -1)."""
     if (maker := program.maker(value)) is not None:
         return op.id - maker.id, value - maker.results[0]
     return "argument", places.get(value, -1)

@@ -74,7 +74,7 @@ class Rule:
         return self.fixed - self.gathered
 
     def whole_along(self, factors: frozenset[int]) -> Rule:
-        """Returns a held rule with `factors` fixed; unsummed ones are gathered, too."""
+        """Returns a held rule with `factors` fixed; new, unsummed ones are gathered."""
         return replace(
             self,
             fixed=self.fixed | factors,
@@ -84,9 +84,9 @@ class Rule:
         )
 
     def major(self, dim: tuple[int, ...], before: int = 1) -> int | None:
-        """Returns the factor by which a dim may be sharded, or None.
+        """Returns the major-most factor of size 2 or more; None if there is none.
 
-        It is the major-most factor of size 2 or more.
+        It is the factor to shard the dim by, if it is not fixed.
 
         Args:
             dim: the dim's factors, major to minor.
@@ -104,7 +104,7 @@ class Rule:
         return found
 
     def splits(self, factor: int, ways: int) -> bool:
-        """True if a factor may be split into `ways` pieces.
+        """True if a factor's size allows `ways` pieces, fixed or not.
 
         Padding by up to a third is allowed, for factors not in `even` that share no dim
         with another factor.
@@ -288,7 +288,7 @@ def _transform_rule(rule: Rule) -> Rule:
 
 
 def _reduce_rule(rule: Rule, op: ir.Operation) -> Rule:
-    """Makes reduced factors `fixed` if no all-reduce computes a one-array reduction."""
+    """Makes reduced factors `fixed` in one-array reductions that no all-reduce does."""
     *ops, _ = (inner.operation.name for inner in op.regions[0].blocks[0].operations)
     is_logic = str(ir.ShapedType(op.operands[0].type).element_type) == "i1"
     sums = _SUMS | _LOGIC if is_logic else _SUMS
@@ -297,7 +297,7 @@ def _reduce_rule(rule: Rule, op: ir.Operation) -> Rule:
 
 
 def _pad_rule(rule: Rule, op: ir.Operation) -> Rule:
-    """Makes dims with interior padding and a negative edge padding `fixed`."""
+    """Makes dims with both interior padding and a negative edge padding `fixed`."""
     low, high, inside = (
         [*ir.DenseI64ArrayAttr(op.attributes[name])]
         for name in ("edge_padding_low", "edge_padding_high", "interior_padding")
@@ -314,7 +314,7 @@ def _pad_rule(rule: Rule, op: ir.Operation) -> Rule:
 
 
 def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rule:
-    """Makes indexed dims `gathered` if a scatter has one place: XLA makes it an update.
+    """Makes indexed dims `gathered` if a scatter has one index: XLA makes it an update.
 
     A dim that is written in full, such as heads of a cache of keys, has its factor in
     the update, too, and may be sharded.
@@ -336,8 +336,8 @@ def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:
 
     Spatial dims would need halos, since windows overlap. In a grouped convolution, not
     all operands have a minor factor. In the gradient of its kernel, the batch is
-    sharded over all axes or none. XLA gathers convolutions whose groups have several
-    features (jaxlib 0.10.2 to 0.12, plain jax.jit, too).
+    sharded over all axes or none. All factors are `fixed` if groups have several
+    features: XLA gathers them (jaxlib 0.10.2 to 0.12, plain jax.jit, too).
     """
     layouts = _layouts(op)
     unclean: set[int] = set()

@@ -104,7 +104,7 @@ _ADVICE = {
 
 
 def _advice(said: str, of_no_devices: bool) -> str:
-    """Returns advice on JAX's error of lowering a step."""
+    """Returns advice on what JAX `said` when it failed to lower a step."""
     for words, advice in _ADVICE.items():
         if words in said.lower():
             return advice
@@ -120,7 +120,7 @@ _NAME, _RESULTS = "callback", "result_avals"
 
 
 def host_calls(program: Program) -> tuple[str, ...]:
-    """Returns a program's distinct host callbacks: ``KIND at FILE:LINE``."""
+    """Returns distinct host callbacks: ``KIND at FILE:LINE``, or ``KIND``."""
     found = []
     for op in program.ops:
         if op.kind == "custom_call" and _NAME in op.attributes:
@@ -145,7 +145,7 @@ class Alarm:
     def guard(
         self, function: Callable[..., Any], results: Sequence[Any]
     ) -> Callable[..., Any]:
-        """Wraps a callback of flat arrays: stores its first error, and returns zeros.
+        """Wraps a callback of flat arrays: on errors returns zeros, stores the first.
 
         Args:
             results: shapes and dtypes of the arrays that it returns.

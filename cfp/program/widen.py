@@ -114,7 +114,7 @@ def with_dtype(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _wide_step(step: FlatStep) -> FlatStep:
-    """Returns the step with wider arguments and results, computed as before."""
+    """Returns the step with wider arguments and results, but its own types inside."""
     run = jaxpr_as_fun(step.traced.jaxpr)
     out_tree = tree_flatten(step.traced.out_info)[1]
 
@@ -277,7 +277,7 @@ def _name(op: ir.Operation) -> str:
 
 
 def _join(op: ir.Operation, reads: Sequence[ir.Type], perturbed: bool) -> None:
-    """Converts operands to `reads`, results to float32; `perturbed`: see `widen`."""
+    """Converts narrow operands to `reads`, and narrow results to float32."""
     for index, kind in enumerate(reads):
         if _is_narrow(kind):
             with ir.InsertionPoint(op):
@@ -333,7 +333,6 @@ def _make_precise(op: ir.Operation, precise: bool) -> None:
 
 
 def _retype(function: ir.Operation) -> None:
-    """Sets a function's type to that of its body."""
     taken = [a.type for a in function.regions[0].blocks[0].arguments]
     made = [v.type for v in shardy.returned(function.regions[0])]
     kind = ir.FunctionType.get(taken, made)
@@ -348,12 +347,12 @@ class Written:
     """The program's own ops between the operands and the results of a replacement.
 
     Attributes:
-        inputs: ids of values from which the ops start: the replacement's reads, except
-            derived ones, and foreign values.
+        inputs: ids of values from which the ops start: the replacement's reads that
+            are not `derived`, then `foreign`.
         foreign: inputs that the replacement does not read, such as another loop's
             residuals.
-        derived: reads that can be computed from other reads.
-        makes: results of the replacement.
+        derived: ids of reads that can be computed from other reads.
+        makes: ids of the results of the replacement.
     """
 
     program: Program
@@ -465,7 +464,7 @@ def _between(
 
 
 def _entering(program: Program, value: int) -> int:
-    """Returns the value before loops of an argument that they keep; else the value."""
+    """Returns the first value of a loop argument that never changes; else `value`."""
     while (origin := program.values[value].origin) >= 0:
         loop = next(op for op in program.ops if value in op.entries)
         place = loop.entries.index(value) % len(loop.operands)

@@ -117,7 +117,6 @@ class _Injector:
         right_padded: bool = False,
         strict: bool = False,
     ) -> _Injector:
-        """The injector for the options of `inject`."""
         wanted = dict(implementations or {})
         for name, one in wanted.items():
             known(f"implementation of {name}", one, find(name).implementations)

@@ -24,7 +24,7 @@ class FlaxNorm(Policy):
     """`LayerNorm` and `RMSNorm` of `flax.linen` and `flax.nnx`, over the last dim.
 
     Attributes:
-        norms: operators with their parameters, by the class.
+        norms: {class: (operator, its parameters)}.
     """
 
     norms: ClassVar = {
@@ -39,7 +39,7 @@ class FlaxNorm(Policy):
         return type(part) in self.norms
 
     def build(self, part: Any) -> Callable[..., Any]:
-        """Returns the operator with the part's epsilon; refuses unusual norms."""
+        """Returns a replacement; refuses other dims, axis names, missing parameters."""
         operator, *names = next(
             norm for kind, norm in self.norms.items() if isinstance(part, kind)
         )
@@ -52,7 +52,7 @@ class FlaxNorm(Policy):
                 raise Refused(f"has no {name}")
 
         def replacement(parameters: Any, x: Array, *, mask: Any = None) -> Array:
-            """Computes in one type, and returns the type that flax would return."""
+            """Computes in one type; the result has the type that flax would return."""
             if mask is not None:
                 raise Refused("is called with mask=")
             given = [x, *(parameters[name] for name in names)]
@@ -72,7 +72,7 @@ def _dense(parameters: Any, x: Array, dtype: Any) -> tuple[Array, Array]:
 
 
 def _turned(parameters: Any, first: str, hidden: int) -> dict[str, Any]:
-    """Returns parameters with kernels [in, out]; transposes [out, in] of HF's GPT-2."""
+    """Transposes all kernels if the last dim of `first`'s, [out, in], is `hidden`."""
     rows, columns = parameters[first]["kernel"].shape
     if rows == columns:
         raise Refused("has a square kernel: [in, out] and [out, in] look alike")
@@ -101,7 +101,7 @@ class _OfHF(Policy):
         return type(part).__name__.removeprefix("Flax") == self.kind
 
     def build(self, part: Any) -> Callable[..., Any]:
-        """The replacement; refuses dropout, unknown arguments and unsafe masks."""
+        """Returns a replacement; it refuses dropout, other arguments, unsafe masks."""
 
         def replacement(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(self.takes, args, strict=False)), **kwargs}
@@ -142,7 +142,7 @@ class HFGPT2Attention(_OfHF):
     drops = ("attn_pdrop", "resid_pdrop")
 
     def compute(self, part: Any, parameters: Any, hidden: Array, mask: Any) -> Any:
-        """Both projections by plain products, and attention by the operator."""
+        """Returns a tuple: projections by plain products, attention by the operator."""
         if not getattr(part, "causal", True):
             raise Refused("is cross-attention")
         dtype = getattr(part, "dtype", None)
@@ -182,7 +182,7 @@ class HFBertSelfAttention(_OfHF):
     drops = ("attention_probs_dropout_prob",)
 
     def compute(self, part: Any, parameters: Any, hidden: Array, mask: Any) -> Any:
-        """Attention by operators; the sum of the mask is a sequence's length."""
+        """Returns a tuple: attention by operators; the mask's sums are the lengths."""
         kernel, bias = (
             jnp.stack([parameters[name][leaf] for name in ("query", "key", "value")])
             for leaf in ("kernel", "bias")

@@ -65,7 +65,7 @@ class Part:
     Attributes:
         kind: name of its class.
         policy: class name of the matching policy, or "".
-        operators: implementation in its last call, by operator.
+        operators: implementation in its last call, by operator; {} before.
         reason: why the part was not replaced; "" if it was.
     """
 

@@ -180,7 +180,7 @@ def uneven_arguments(layout: Layout) -> tuple[str, ...]:
 
 
 def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
-    """Describes batch arguments, not `named`, that no axis divides, if any shards."""
+    """Lists batch arguments, not `named`, that ops could shard but no axis divides."""
     frame = layout.frame
     program, sizes = frame.program, frame.mesh
     over = mesh_text(sizes)
@@ -243,7 +243,7 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
 
     These are loops without sharding, ops without a sharding rule, ops that XLA does not
     partition, and unsharded custom_partitioning ops. The share is of the bytes of all
-    ops' results. Ops below 1 % of these and of all FLOPs are left out.
+    ops' results. Ops below 1 % of the bytes and of all FLOPs are left out.
 
     Args:
         rates: rates of the devices; with these, the texts have the ms lost.
@@ -461,7 +461,7 @@ def _result_dim(op: Op, factor: int) -> int:
 def block_moves(
     analysis: Analysis, layout: Layout
 ) -> Iterator[tuple[int, str, tuple[str, ...], int, int]]:
-    """Lists the collectives of a layout as Shardy places them; XLA may merge some.
+    """Lists the collectives of blocks' ops as Shardy places them; XLA may merge some.
 
     Yields:
         (block's index, kind, axes, bytes, times). The bytes are of the whole tensor of
@@ -547,7 +547,7 @@ def compose_plan(
 
     Args:
         mesh: the devices, real or described.
-        tuned: folder of the tuned kernels.
+        tuned: folder of the tuned kernels, for the plan's compiles.
     """
     frame, winner = analysis.frame, outcome.winner
     assert winner is not None, "something fits"

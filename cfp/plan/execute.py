@@ -92,10 +92,10 @@ Axes = Sequence[tuple[str, int]]
 def device_difference(
     axes: Axes, environment: Mapping[str, str], devices: Sequence[Any] | DescribedMesh
 ) -> str:
-    """Describes how devices differ from the planned devices; "" if they do not.
+    """Describes how devices differ from a plan's in kind or number; "" if they do not.
 
     Args:
-        axes, environment: the plan's mesh axes, and its devices and versions.
+        axes, environment: fields of the plan (`Plan.mesh_axes`).
     """
     planned = {**environment, "devices": str(prod(size for _, size in axes))}
     here, names = _facts(devices), ("slice", "device_kind", "platform")
@@ -173,10 +173,10 @@ def made(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Runs `init_fn` under jit; its result gets shardings of the equal argument.
+    """Runs `init_fn` under jit; its result gets shardings of the equal argument(s).
 
     Raises:
-        PlanMismatch: the result has the structure and types of no argument.
+        PlanMismatch: the result (or part of a tuple) has the leaves of no argument.
     """
 
     def arrays(*args: Any, **kwargs: Any) -> Any:
@@ -201,7 +201,7 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
         argument: the argument's name; see :meth:`cfp.Plan.place`.
 
     Raises:
-        PlanMismatch: no argument has this structure, or an array has another size.
+        PlanMismatch: no argument has this name or structure; a size or type differs.
     """
     leaves, tree = tree_flatten_with_path(batch)
     paths = [path_text(path) for path, _ in leaves]
@@ -406,7 +406,7 @@ class ReusableExecutable:
         constraints: Constraints,
         options: Mapping[str, str],
     ) -> bool:
-        """True if the executable's program, shardings and options equal these."""
+        """True if it was compiled from all of these, and the step's donations."""
         job, types = self.job, self.types
         return (
             self.content == program.content
@@ -420,7 +420,7 @@ class ReusableExecutable:
 
 
 def start_devices(devices: Sequence[Any]) -> list[Future[jax.Array]]:
-    """Starts threads that put an array on each of this process's devices.
+    """Starts a thread for each of this process's devices to put an array there.
 
     The first array makes JAX reserve a GPU's memory, 1.3 s on an H100. Without threads
     JAX would do this for one device after another.
@@ -487,7 +487,7 @@ class CompiledStep:
         return self.run(self.dispatch.look(self.step.flatten(args, kwargs)))
 
     def run(self, look: Look) -> Any:
-        """Runs the step on argument leaves; `look` is a result of `Dispatch.look`."""
+        """Runs the step on leaves, as `Dispatch.look` gives them; returns a pytree."""
         placed = self.dispatch.place(look)
         is_checked = checks_numbers()
         try:
@@ -527,8 +527,8 @@ def export_planned(
     """Serialises a step under a plan by `jax.export`; arguments as `load_or_lower`.
 
     Raises:
-        PlanMismatch: the step's program differs from the planned one, or has host
-            callbacks, which a file cannot hold.
+        PlanMismatch: the step's program differs from the planned one, or calls Python:
+            host callbacks or custom_partitioning ops, which a file cannot hold.
     """
     like = step, mesh, fingerprint, arg_specs, output_specs, constraints, planned
     lowering = _constrained(*like)[0]
@@ -550,8 +550,8 @@ class LoweredStep:
 
     Attributes:
         compiled: executable of a race, an earlier process or `unwidened`; or None.
-        keep: stores the executable for later processes. None for several processes, for
-            ``wide=True``, and with host callbacks.
+        keep: stores the executable for later processes. None without a folder, for
+            several processes, for ``wide=True``, and with host callbacks.
     """
 
     lowering: Lowering = field(repr=False)
@@ -562,13 +562,13 @@ class LoweredStep:
 
     @unchecked()
     def compile(self, tell: Callable[[], None] = lambda: None) -> CompiledStep:
-        """Compiles the step, unless an executable is known.
+        """Returns the compiled step; compiles it unless an executable is known.
 
         Args:
             tell: called before compiling.
 
         Raises:
-            CfpError: the compiler changed the program's results.
+            CfpError: XLA's program may compute wrong results; see `compile_right`.
         """
         compiled = self.compiled
         if compiled is None:
@@ -605,8 +605,8 @@ def load_or_lower(
         perturbed: with `wide`, as for :func:`cfp.program.widen.widen`.
         unwidened: with `wide`, the same step compiled without it; used if none of its
             ops computes in less than float32.
-        raced: a race's program; used if program, shardings and options are equal and
-            the step has no host callbacks.
+        raced: a race's program; used if it was compiled from all the same, and the step
+            has no host callbacks.
         planned: operations and environment of the planned program, to name differences.
         environment: folder of tuned kernels and executables.
 
@@ -734,7 +734,7 @@ def _constrained(
 
 
 def _executables(mesh: Mesh, environment: BuildEnvironment) -> Executables | None:
-    """Returns the stored executables; None without a folder, or for many processes."""
+    """Returns the store of executables; None without folder or for many processes."""
     alone = all(d.process_index == jax.process_index() for d in mesh.devices.flat)
     if environment.executables_dir is None or not alone or jax.process_count() > 1:
         return None

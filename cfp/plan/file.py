@@ -63,7 +63,6 @@ class ReadAs:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> Any:
-        """Returns a schema that checks for `kind`, then calls `make`."""
         return handler.generate_schema(Annotated[self.kind, AfterValidator(self.make)])
 
 
@@ -74,7 +73,7 @@ def _mesh(info: ValidationInfo) -> dict[str, int]:
 
 
 def _count(info: ValidationInfo, name: str) -> int:
-    """Counts the items of a plan's field that is already checked; 0 if it is wrong."""
+    """Counts the items of a field that was checked before; 0 if it was refused."""
     return len(info.data.get(name, ()))
 
 
@@ -341,7 +340,8 @@ def read_plan(
         allowed_options: compiler options to accept beside those known as harmless.
 
     Raises:
-        PlanMismatch: the format is another, or a field is wrong, missing or unknown.
+        PlanMismatch: the format is another; a field is wrong, missing or unknown; or a
+            compiler option is not accepted.
     """
     number = data.get("format") if isinstance(data, dict) else None
     if type(number) is not int or number != FORMAT:

@@ -522,8 +522,8 @@ def static_arguments(
     Args:
         known: static arguments in the plan's file, or None.
         step: the step bound to the plan, or None.
-        args: arguments of a call. Without `known` and `step`, the arguments that are no
-            arrays are static.
+        args: arguments of a call. Without `known` and `step`, the positions of those
+            with a leaf that is neither array nor number are returned.
     """
     if known is not None:
         return known
@@ -573,7 +573,7 @@ def places_like(result: Any, names: Sequence[str], types: Sequence[str]) -> list
 
 
 def _take(arguments: dict[str, list[tuple[str, str]]], part: Any) -> str | None:
-    """Removes the first argument with a part's leaves; returns its name, or None."""
+    """Removes from `arguments` the first with a part's leaves; returns its name."""
     leaves = _paths(part)
     for root, wanted in arguments.items():
         if wanted == leaves:

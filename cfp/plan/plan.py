@@ -69,9 +69,9 @@ class Plan:
         constraints: shardings of values inside the step, by value and op numbers.
         donated: for each argument leaf, True if the step may overwrite it.
         in_host: (argument leaf, result leaf) of state in host memory between steps.
-        precision: precision of large products, as a user gave it; "" as written.
-        products: with `precision`, 16-bit products by outcome, then by parameter.
-        static: positions and keywords of arguments that are no arrays; None: unknown.
+        precision: precision of large products, as a user gave it; "" for the step's.
+        products: with `precision`, {outcome: {parameter: number of 16-bit products}}.
+        static: positions and keywords of static arguments; None if unknown.
         winner: name of the chosen candidate, such as "planned".
         predicted_ms, predicted_bytes: step time, and memory on each device, or None.
         measured_ms: step time measured on the whole program, or None.
@@ -162,7 +162,7 @@ class Plan:
         return replace(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
-        """Copies all fields deeply, except for step, devices and executables."""
+        """Copies fields deeply; the copy shares step, devices and executables."""
         rest = [one.name for one in fields(self) if one.name not in _HERE]
         copied = {name: deepcopy(getattr(self, name), memo) for name in rest}
         return replace(self, **copied)
@@ -178,6 +178,8 @@ class Plan:
     @property
     def in_shardings(self) -> tuple[Any, ...]:
         """NamedShardings of positional arguments: a tuple with a pytree for each.
+
+        Static arguments have none, and are left out.
 
         Raises:
             PlanMismatch: the plan was loaded, and :meth:`bind` was not called.
@@ -224,7 +226,7 @@ class Plan:
 
         Raises:
             OptionError: a keyword is no argument of the step.
-            PlanMismatch: the arguments or the devices differ from the plan's.
+            PlanMismatch: arguments, donations or devices differ from the plan's.
         """
         check_binding(fn, kwargs)
         plan = self if mesh is None else self.on(mesh)
@@ -299,14 +301,11 @@ class Plan:
     # -- use -----------------------------------------------------------------
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function that runs the step under this plan.
+        """Returns a function that runs `fn`, the planned step, under this plan.
 
         The first call compiles or loads the step, on the first devices if the plan has
         no mesh. Under another configuration of JAX, the step is traced again. Calls
         raise PlanMismatch if the step's program or arguments differ from the plan's.
-
-        Args:
-            fn: the planned step.
         """
         compiled: dict[Any, CompiledStep] = {}
         is_bound = self.step is not None and self.step.fn is fn
@@ -353,7 +352,7 @@ class Plan:
                 as for :func:`cfp.plan`.
 
         Raises:
-            PlanMismatch: the plan was loaded, and :meth:`bind` was not called.
+            PlanMismatch: the plan is not bound, or the step's program is another.
         """
         if progress is None:
             from cfp.view.console import Display
@@ -399,13 +398,13 @@ class Plan:
         """Moves a batch from the host to the plan's shardings.
 
         Args:
-            batch: an argument of the step, as a pytree of NumPy arrays. With several
-                processes, each passes the part for its own devices.
+            batch: an argument of the step, as a pytree of arrays. With several
+                processes, NumPy arrays are the parts for a process's own devices.
             argument: the argument's name; by default the first with the batch's
                 structure, preferably also its shapes.
 
         Raises:
-            PlanMismatch: the batch fits no argument, or has other sizes.
+            PlanMismatch: the batch fits no argument, or has other sizes or types.
         """
         return placed(self._arguments(), batch, argument)
 
@@ -446,8 +445,8 @@ class Plan:
         arguments, and returns those of the results: see docs/reading-plans.md.
 
         Raises:
-            PlanMismatch: the plan is not bound to a step, the step's program differs
-                from the plan's, or it has host callbacks.
+            PlanMismatch: the plan is not bound to a step, or the step's program differs
+                from the plan's, or has host callbacks or custom_partitioning ops.
         """
         data = export_planned(
             self._bound(),
@@ -475,15 +474,14 @@ class Plan:
         """Reads a saved plan, and checks all of its fields.
 
         Args:
-            path: the file.
             mesh: the devices, or a described mesh, with the plan's axes. By default the
-                first devices, at the plan's first use.
+                first devices, found and checked at the plan's first use.
             allowed_options: compiler options to accept beside harmless ones. They may
                 write files or change results: name them only for files that you trust.
 
         Raises:
-            PlanMismatch: the file is damaged, has other compiler options, or is for
-                another mesh, other devices or another JAX; see :meth:`on`.
+            PlanMismatch: the file is damaged or has other compiler options; or `mesh`
+                does not fit the plan, as in :meth:`on`.
         """
         data = file.read_json(path)
         return cls.from_json(data, mesh=mesh, allowed_options=allowed_options)
@@ -504,8 +502,8 @@ class Plan:
         """Returns the plan for use on a mesh with the plan's axes.
 
         Args:
-            mesh: the devices. A described mesh is only compared with the plan's
-                devices.
+            mesh: the devices. A described mesh is only compared with the plan's; the
+                result has no devices.
             other_devices: True allows other kinds of devices and versions of JAX.
 
         Raises:
@@ -538,5 +536,4 @@ def _write(path: str | Path, data: bytes) -> None:
 
 
 def _loaded(text: str, allowed_options: Collection[str]) -> Plan:
-    """Makes a plan of a pickle's text of :meth:`Plan.to_json`."""
     return Plan.from_json(json.loads(text), allowed_options=allowed_options)

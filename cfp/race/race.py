@@ -300,7 +300,7 @@ class Race:
         keep_answer(asked, self.context.store, answer)
 
     def estimated_rows(self, results: Sequence[RaceResult] = ()) -> dict[str, RaceRow]:
-        """Returns {name: row} of candidates and `results`; {} if a race decides."""
+        """Returns {name: row} of candidates and `results`; {} where times decide."""
         if not self.context.defaults.estimates:
             return {}
         problem, most = self.solution.problem, self.context.budget_bytes

@@ -89,7 +89,7 @@ class Leaf:
     """Comparison of a leaf of a step's results with the reference's leaf.
 
     Attributes:
-        relative_l2: L2 distance to the reference, divided by the reference's norm.
+        relative_l2: L2 distance to the reference, over the reference's norm if not 0.
         size: L2 norm under the plan; numbers that are not finite count as 0.
         rounding: root mean square relative distance between usual results and those of
             repetitions with other last bits; 0 without repetitions.
@@ -125,10 +125,10 @@ class Leaf:
 
     @property
     def is_undecided(self) -> bool:
-        """True for a leaf that consists of rounding, and has about the usual norm.
+        """True if `is_far`, but only by rounding, with a norm in the reference's range.
 
         For example the moments of a parameter whose gradient is zero: only their norm
-        can be compared.
+        can be compared, within a factor of 100.
         """
         if not (self.is_far and self.norms and self._noise >= MOST_ALLOWED):
             return False
@@ -284,7 +284,7 @@ class Check:
 
     @property
     def tolerance(self) -> float:
-        """Relative L2 distance that always passes, larger if kernels use fewer bits."""
+        """Relative L2 distance that passes in a leaf that steps change enough."""
         if self.given_tolerance is not None:
             return self.given_tolerance
         usual = DOUBLE_TOLERANCE if self.planned.double else FULL_TOLERANCE
@@ -297,7 +297,7 @@ class Check:
         self._args = self._each(lambda leaf: in_host(fresh(self._on_reference(leaf))))
 
     def step(self, tell: Callable[[str], None] = lambda _: None) -> Differences:
-        """Runs a step on both sides, and compares the results.
+        """Runs a step on both sides, compares results, and keeps the reference's state.
 
         If a leaf exceeds its allowed distance, rounding is measured by up to `NUDGES`
         repetitions, or until rounding explains the difference.
@@ -350,7 +350,7 @@ class Check:
     def _rounded(
         self, expected: Any, changes: Mapping[str, float], tell: Callable[[str], None]
     ) -> tuple[dict[str, float], set[str]]:
-        """Returns (`Differences.rounded`, paths of leaves that it makes non-finite)."""
+        """Returns `Differences.rounded`, and paths that precision makes non-finite."""
         if (plain := self.reference.unrounded) is None:
             return {}, set()
         tell("running the step without --precision")
@@ -397,7 +397,7 @@ def fresh(leaf: jax.Array) -> jax.Array:
 
 @jax.jit
 def nudge(x: jax.Array, seed: int = 0) -> jax.Array:
-    """Changes every float's last bit, up or down at random; other types stay."""
+    """Changes floats by about their last bit, up or down at random; not other types."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     # The default generator takes long to compile.
@@ -432,7 +432,7 @@ class Reference:
     Attributes:
         step: computes in float32, or in float64 if the original does.
         preset: preset of its shardings, or `AS_WRITTEN`; "" on one device.
-        unrounded: the same step without `Plan.precision`; None on several devices.
+        unrounded: on one device, the step without `Plan.precision`; None without one.
     """
 
     step: CompiledStep
@@ -550,7 +550,7 @@ def room_of(device: Any) -> int:
 
 
 def compile_alone(step: FlatStep, device: Any) -> CompiledStep:
-    """Compiles a step for one device, in float32."""
+    """Compiles a step for one device, in float32 at least."""
     return _lower_whole(step, _mesh_of(device)).compile()
 
 
@@ -561,7 +561,7 @@ def _mesh_of(device: Any) -> Mesh:
 def _lower_whole(
     step: FlatStep, mesh: Mesh, options: Mapping[str, str] | None = None
 ) -> LoweredStep:
-    """Lowers a step for a mesh, with arguments and results replicated."""
+    """Lowers a step in float32 at least, with arguments and results replicated."""
     results = tree_leaves(step.traced.out_info)
     ins, outs = ([((),) * len(x.shape) for x in of] for of in (step.avals, results))
     nothing = Constraints({}, {})

@@ -65,8 +65,8 @@ def check_sites(
 ) -> list[SiteCheck]:
     """Compares each different replaced part, with its gradients, with the original.
 
-    Inputs are random, of two scales; masks have few or most keys. Values that the
-    program computes from constants are kept.
+    Returns a result for every part; `off` is 0 for a stored pass. Inputs are random, of
+    two scales; masks have few or most keys. The program's constants are kept.
     """
     known: dict[str, SiteCheck] = {}
     for one in constraints.replaced:

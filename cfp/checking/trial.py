@@ -185,7 +185,7 @@ def run_trial(
 
 @contextmanager
 def _explained(check: bool) -> Iterator[None]:
-    """Turns a failure on the devices into a CfpError with a remedy."""
+    """Context manager: turns a device's failure into a CfpError, with a remedy."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

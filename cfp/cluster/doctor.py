@@ -83,7 +83,7 @@ def allows(requirement: str, version: str) -> bool:
 def _run(
     command: Sequence[str], environ: Mapping[str, str], timeout_s: float
 ) -> tuple[str, str]:
-    """Runs a process with a time limit; returns (output, error), error "" if it worked.
+    """Runs a process; returns (all its output, the reason why it failed or "").
 
     A hanging driver can make a process unkillable; it is then left behind. Output goes
     to a file, since children could keep a pipe open.
@@ -129,7 +129,7 @@ def _gpus() -> list[list[str]]:
 
 
 def packages() -> str:
-    """Required packages, jaxlib and JAX plugins are installed, in matching versions."""
+    """Checks that required packages and JAX plugins have versions that fit together."""
     found, lines, wrong = installed(), requirements(), {}
     ours = sorted(n for n in found if re.match(r"jax(lib|-.*-(plugin|pjrt))?$", n))
     for line in (line for name in ours for line in found[name].requires or ()):
@@ -149,7 +149,7 @@ def packages() -> str:
 
 
 def folders() -> str:
-    """The cache folder and the temporary folder are writable and have free space."""
+    """Checks that cache and temporary folder are writable, with 512 MiB free."""
     found = []
     for folder in (cache_dir(), Path(tempfile.gettempdir())):
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def folders() -> str:
 
 
 def driver() -> str | None:
-    """NVIDIA's driver answers, lists GPUs, and is new enough for JAX's plugin."""
+    """Checks that NVIDIA's driver lists GPUs, and is new enough for JAX's plugin."""
     if not shows_nvidia():
         return None
     if not (rows := _gpus()):
@@ -178,7 +178,7 @@ def driver() -> str | None:
 
 
 def jax() -> str:
-    """JAX can be imported, and has Shardy's passes."""
+    """Checks that JAX can be imported, and has Shardy's passes."""
     import jax
 
     from cfp.program import shardy
@@ -190,7 +190,7 @@ def jax() -> str:
 
 
 def devices() -> str:
-    """JAX uses all GPUs that the driver shows."""
+    """Checks that JAX uses all GPUs that the driver shows."""
     import jax
 
     first, *more = jax.local_devices()
@@ -205,7 +205,7 @@ def devices() -> str:
 
 
 def graft() -> str:
-    """A program made by cfp compiles, and its all-reduce is right and fast."""
+    """Checks that a program of cfp compiles, and its all-reduce is right and fast."""
     import jax
     import jax.numpy as jnp
 
@@ -251,7 +251,7 @@ def judged_sum(count: int, size_bytes: int, error: float, time_ms: float) -> str
 
 
 def cudnn() -> str | None:
-    """cuDNN's attention, forward and backward, agrees with float32."""
+    """Checks cuDNN's attention, forward and backward, against float32."""
     import jax
 
     return judged_kernel("cudnn") if jax.default_backend() == "gpu" else None
@@ -369,8 +369,8 @@ CHECKS = (
 )
 
 
-def examine(only: Collection[str] = (), timeout_s: float = 300) -> Iterator[Result]:
-    """Runs checks by name (default: all); those with JAX end at the first failure."""
+def examine(only: Collection[str] = (), jax_timeout_s: float = 300) -> Iterator[Result]:
+    """Runs checks by name, or all; after a failure with JAX, later ones are ABSENT."""
     checks = [check for check in CHECKS if not only or check.name in only]
     yield from (check.result() for check in checks if check.run in WITHOUT_JAX)
     if not (checks := [check for check in checks if check.run not in WITHOUT_JAX]):
@@ -379,7 +379,7 @@ def examine(only: Collection[str] = (), timeout_s: float = 300) -> Iterator[Resu
     variables = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     variables.setdefault("XLA_FLAGS", _CPU_DEVICES)
     command = [sys.executable, "-m", __name__, *(check.name for check in checks)]
-    text, trouble = _run(command, variables, timeout_s)
+    text, trouble = _run(command, variables, jax_timeout_s)
     lines = [line for line in text.splitlines() if line.startswith(_MARK)]
     found = [Result(**json.loads(line.removeprefix(_MARK))) for line in lines]
     if len(found) < len(checks) and not (found and found[-1].status == FAIL):

@@ -168,7 +168,7 @@ def plan_on_ray(
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[Any]:
-    """Context manager of the module `ray`, connected to a cluster or a new local one.
+    """Context manager: `ray`, connected to `address` ("local": new) unless it is.
 
     Raises:
         CfpError: Ray is not installed, or there is no cluster.

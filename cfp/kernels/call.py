@@ -118,8 +118,8 @@ def attention(
         query heads share a key head.
       v: like k.
       causal: True hides keys after a query's position.
-      window: number of visible positions (left, right) of a query; None is unbounded.
-        One number is for both sides.
+      window: number of visible positions (left, right) besides the query's own; None
+        is unbounded. One number is for both sides.
       segment_ids: [batch, tokens] int32: a query sees only keys of its own id. A pair
         has the ids of queries and of keys.
       key_lengths: [batch] int32: number of keys of each sequence, at least one; the
@@ -129,8 +129,8 @@ def attention(
       softcap: scores become softcap * tanh(scores / softcap).
       scale: factor of the products of queries and keys; default 1 / sqrt(head_dim).
       mesh: the devices; None for one device.
-      strategy: a role for axes of the mesh, such as ``{"x": "ring"}``, or the role
-        alone if the mesh has one axis; `cfp.attention_options` lists them.
+      strategy: roles of mesh axes, such as ``{"x": "ring"}``, or one role if the mesh
+        has one axis; `cfp.attention_options` lists them. None: XLA shards the kernel.
       implementation: by default the first of "cudnn", "chunked" and "xla" that can
         compute it; on CPUs "xla".
       zigzag_tokens: True if tokens are in zigzag order already (`cfp.kernels.ring`).
@@ -413,7 +413,7 @@ def attention_options(
     Args:
       q, k, v, causal, window, segment_ids, bias, softcap, scale: as for
         `cfp.attention`; only shapes and dtypes of arrays matter.
-      mesh: its axes get every role, or none; without it there is one strategy, none.
+      mesh: its axes get every role, or none; without it, one strategy has no roles.
       platform: the devices' platform; by default the mesh's, or JAX's.
 
     Returns:

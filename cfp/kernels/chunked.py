@@ -30,7 +30,7 @@ _Arrays = tuple[Array, ...]
 
 
 def refusal(problem: AttentionProblem, platform: str) -> str | None:
-    """Reason against a problem with a bias, or None: it computes all others."""
+    """Reason to refuse a problem with a bias or dense mask; None for all others."""
     if problem.bias:
         return "it supports no bias or mask [queries, keys], as large as the scores"
     return None
@@ -39,7 +39,7 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
 def whole(
     q: Array, k: Array, v: Array, scores: Scores, mask: Mask, bias: Array | None = None
 ) -> Array:
-    """Computes attention without a bias in q's dtype; differentiable by `gradients`."""
+    """Computes attention in q's dtype, without a bias; its gradient: `gradients`."""
     assert bias is None, "refused before"
     return _whole(q, k, v, scores, mask)
 

@@ -127,7 +127,7 @@ class Steps:
         return tuple(found)
 
     def _give(self, node: Node, places: _Places) -> int:
-        """Returns a step's number, and unites its dims with those of other readers."""
+        """Adds a step by its result; returns its number. Unites dims of all readers."""
         self._nodes[number := self.values.number(node)] = node
         known = self._places.setdefault(number, places)
         for one, other in zip(known, places, strict=True):
@@ -135,7 +135,7 @@ class Steps:
         return number
 
     def _letters(self, places: _Places, other: str = "") -> Letters:
-        """Letters of numbered dims; dims that scores lack get `other`, if given."""
+        """Letters of numbered dims; dims without get `other`, or raise Different."""
         same, names = self._same, self._names
         found = [names.get(same.find(x), other) if x else "" for x in places]
         if len({*found} - {""}) < sum(map(bool, places)):

@@ -119,7 +119,7 @@ def gradients(
 
 
 def _find(name: str, q: Array, k: Array, v: Array, scores: Scores, mask: Mask) -> Any:
-    """The equation of a primitive in the jaxpr of JAX's public function."""
+    """A primitive's equation in the jaxpr of JAX's function; CfpError if missing."""
     assert mask.query_segments is None and mask.query_positions is None
 
     def both(q: Array, k: Array, v: Array) -> Any:

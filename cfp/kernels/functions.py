@@ -172,7 +172,7 @@ class AttentionFunctions:
         return [stage(one) for one in self.passes]
 
     def _compute(self, mesh: Mesh, one: PassShapes) -> Any:
-        """Function from a pass's operands to its output, both in the program's dims."""
+        """Forward function: q, k, v and sides to the output, in the program's dims."""
 
         def compute(q: Array, k: Array, v: Array, *rest: Array) -> Any:
             sizes, orders = dict(self.sizes), self._orders
@@ -369,7 +369,6 @@ def _filled(
 
 
 def _widened(x: Array, features: int) -> Array:
-    """Pads the last dim with zeros to a number of features."""
     more = features - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 

@@ -17,11 +17,10 @@ from cfp.analysis.strategies import FactorAxes
 from cfp.errors import PlanMismatch
 from cfp.kernels import matches as attention
 from cfp.kernels.matches import Span
+from cfp.kernels.problem import AxisSizes
 from cfp.program.constrain import Constraints
 from cfp.program.graph import Program
 from cfp.program.replace import Replacement, Sites
-
-_Sizes = Mapping[str, int]  # Of mesh axes.
 
 
 class Proposal(Protocol):
@@ -30,7 +29,7 @@ class Proposal(Protocol):
     Attributes:
         site: a part of the program that `Kind.find` found. It has a ``source``; ids of
             all its ``ops``; and ids of the values ``between``, which no kernel returns.
-        keeps_between: True if the kernel keeps these for the backward pass.
+        keeps_between: True if the kernel keeps ``between`` for the backward pass.
     """
 
     @property
@@ -38,13 +37,13 @@ class Proposal(Protocol):
     @property
     def keeps_between(self) -> bool: ...
     # The share of a device's values between that is in memory at once.
-    def share_at_once(self, sizes: _Sizes, /) -> float: ...
+    def share_at_once(self, sizes: AxisSizes, /) -> float: ...
     # What it needs in memory while it runs.
-    def spans(self, program: Program, sizes: _Sizes, /) -> Sequence[Span]: ...
+    def spans(self, program: Program, sizes: AxisSizes, /) -> Sequence[Span]: ...
     # Its time, by that of products and of other ops as written.
     def kernel_ms(self, matmul_ms: float, memory_ms: float, /) -> float: ...
     # The reason why devices cannot compute it, or None.
-    def refusal(self, sizes: _Sizes, platform: str, /) -> str | None: ...
+    def refusal(self, sizes: AxisSizes, platform: str, /) -> str | None: ...
     # Functions in the place of the ops; files record `how`, the kernel's name first.
     def replacements(self, program: Program, /) -> tuple[Replacement, ...]: ...
 
@@ -86,7 +85,7 @@ KERNELS = tuple(name for kind in KINDS for name in kind.KERNELS)
 
 
 def usual_kernels(platform: str, for_memory: bool) -> tuple[str, ...]:
-    """Names the kernels of all kinds that plans use by default, preferred first."""
+    """Names of default kernels; `for_memory` adds those that only save memory."""
     return tuple(name for kind in KINDS for name in kind.usual(platform, for_memory))
 
 
@@ -103,7 +102,7 @@ def known_kernels(allowed: Sequence[str] = KERNELS) -> set[tuple[str, str]]:
 def proposals(
     layout: Layout, ops: Collection[int], kernels: SegmentKernels
 ) -> list[Proposal]:
-    """Lists the kernels of a segment at each site among `ops`, if possible there."""
+    """Proposes each (kind, kernel) at its sites in `ops`; leaves out refused ones."""
     program = layout.frame.program
     every = (
         _BY_NAME[kind].propose(program, site, name, layout.axes)

@@ -24,7 +24,7 @@ from cfp.kernels.functions import (
     Shaped,
     Way,
 )
-from cfp.kernels.problem import AttentionProblem, AttentionStrategy
+from cfp.kernels.problem import AttentionProblem, AttentionStrategy, AxisSizes
 from cfp.kernels.proof import Proved, Reader, prove
 from cfp.kernels.region import FLOATS, Region, has_dropout, scores_of, values_of
 from cfp.kernels.registry import KERNELS, ScoreMemory
@@ -266,20 +266,20 @@ class AttentionProposal:
 
         With sharded queries the gradients use the rows' log-sum-exp, and no scores.
         """
-        return self._scores is ScoreMemory.ALL and not self._ranks(_QUERIES)
+        return self._scores is ScoreMemory.ALL and not self._axes(_QUERIES)
 
-    def share_at_once(self, sizes: Mapping[str, int]) -> float:
+    def share_at_once(self, sizes: AxisSizes) -> float:
         """Share of a device's scores in memory at once; 0 for tiles and chunks."""
         if self._scores is not ScoreMemory.ALL:
             return 0.0  # Chunks are counted by `spans`.
-        return 1 / prod(sizes[axis] for axis in self._ranks(_ROUNDS))
+        return 1 / prod(sizes[axis] for axis in self._axes(_ROUNDS))
 
     def kernel_ms(self, matmul_ms: float, memory_ms: float) -> float:
-        """Estimates the kernel's time, ms, from the time of the original products."""
+        """Estimates the kernel's time, ms, from that of the original products alone."""
         share = _CAUSAL_SHARE if self.site.problem.causal else 1.0
         return matmul_ms * share / KERNELS[self.way.implementation].matmul_share
 
-    def refusal(self, sizes: Mapping[str, int], platform: str) -> str | None:
+    def refusal(self, sizes: AxisSizes, platform: str) -> str | None:
         """Reason why devices of a platform cannot compute the proposal, or None."""
         reason = refusal_of(self.site.problem, self.way, sizes, platform)
         if reason is None or self.site.problem.dtype != "float32":
@@ -303,7 +303,7 @@ class AttentionProposal:
         groups += [backward] if backward and not own else []
         return tuple(_replacement(program, self, group) for group in groups)
 
-    def spans(self, program: Program, sizes: Mapping[str, int]) -> list[Span]:
+    def spans(self, program: Program, sizes: AxisSizes) -> list[Span]:
         """Lists each pass's span and memory; [] for kernels without chunks."""
         found = list[Span]()
         if self._scores is not ScoreMemory.CHUNKS:
@@ -317,15 +317,15 @@ class AttentionProposal:
             found.append(Span(first, max(makers), needed, counted))
         return found
 
-    def working_bytes(self, sizes: Mapping[str, int], is_backward: bool) -> int:
+    def working_bytes(self, sizes: AxisSizes, is_backward: bool) -> int:
         """Bytes per device for a chunked pass, without the values that it reads.
 
-        The backward pass also reads the output. Its float32 gradients count.
+        The backward pass reads the forward output, too. Float32 gradients count.
         """
         problem = self.site.problem
 
         def ranks(roles: Iterable[str]) -> int:
-            return prod(sizes[axis] for axis in self._ranks(roles))
+            return prod(sizes[axis] for axis in self._axes(roles))
 
         own = jnp.dtype(problem.dtype).itemsize
         batch = problem.batch / ranks(("batch",))
@@ -353,8 +353,7 @@ class AttentionProposal:
             needed += 2 * keys * key * (own + 2 * _FLOAT)
         return round(needed)
 
-    def _ranks(self, roles: Iterable[str]) -> list[str]:
-        """Names of axes with one of these roles."""
+    def _axes(self, roles: Iterable[str]) -> list[str]:
         return [axis for axis, role in self.way.roles if role in roles]
 
 
@@ -365,7 +364,7 @@ def _whole_chunks(tokens: float) -> int:
 
 
 def refusal_of(
-    problem: AttentionProblem, way: Way, sizes: Mapping[str, int], platform: str
+    problem: AttentionProblem, way: Way, sizes: AxisSizes, platform: str
 ) -> str | None:
     """Reason why a kernel with roles (`way`) cannot compute a problem, or None."""
     if problem.dtype == "float64":

@@ -168,7 +168,7 @@ class AttentionProblem:
       segments: True if tokens have segment ids or keys have lengths.
       hides_keys: True if `segments` only hides padding keys.
       bias: True if there is a bias, or a mask [query, key].
-      rounds_bias: True if a cast of the bias to `dtype` would round it.
+      rounds_bias: True if a cast of the bias to `dtype` may round it.
       rounds_output: True if the step keeps the output in a wider dtype.
       scale: factor of the products of queries and keys.
       softcap: bound of a score, or None.
@@ -310,6 +310,7 @@ ROLES = (BATCH, HEADS, ULYSSES, ALL_GATHER, RING, ZIGZAG)  # docs/attention.md
 _SPREAD = (ALL_GATHER, RING, ZIGZAG)
 
 Given = str | Mapping[str, str] | None
+AxisSizes = Mapping[str, int]  # {mesh axis: number of devices}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,11 +326,11 @@ class AttentionStrategy:
     sizes: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, given: Given, sizes: Mapping[str, int]) -> AttentionStrategy:
-        """Makes a strategy from {axis: role}, or from a role if the mesh has one axis.
+    def of(cls, given: Given, sizes: AxisSizes) -> AttentionStrategy:
+        """Makes a strategy from {axis: role}, None (no roles), or one axis's role.
 
         Raises:
-          CfpError: an axis or a role does not exist.
+          CfpError: an axis or a role is unknown, or a lone role has several axes.
         """
         if isinstance(given, str):
             given = dict.fromkeys(sizes, given) if len(sizes) == 1 else {"": given}
@@ -377,7 +378,7 @@ class AttentionStrategy:
 
     @property
     def token_multiple(self) -> int:
-        """Number that must divide the number of tokens."""
+        """Number of which token counts, after padding, are multiples."""
         return self.parts(*_SPREAD, ULYSSES) * (2 if self.zigzag else 1)
 
     def filled(self, tokens: int) -> int:

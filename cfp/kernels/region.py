@@ -71,7 +71,7 @@ class Values:
         return self.same(v) in self._leaves
 
     def array(self, v: int, given: Mapping[int, np.ndarray] = _NOTHING) -> np.ndarray:
-        """A constant's array, size 1 along equal dims; otherwise raises NotConstant."""
+        """A constant's array, size 1 along dims that it repeats; or NotConstant."""
         return self._constants.value(v, self.same, given)
 
     def number_of_constant(self, v: int) -> float | None:
@@ -151,7 +151,7 @@ class Values:
         return v
 
     def trips(self, loop: Op) -> int:
-        """Number of a loop's iterations; 0 for an empty body."""
+        """Number of a loop's iterations; 0 if its body has no ops."""
         inner = [i for i in loop.body if self.program.ops[i].parent == loop.id]
         return self.program.ops[inner[0]].repeat // max(1, loop.repeat) if inner else 0
 
@@ -208,7 +208,7 @@ class Values:
         return update.operands[1], (*outer, (loop.id, index))
 
     def update_of(self, loop: Op, place: int) -> Op | None:
-        """The op by which a loop stacks one value of each iteration, or None."""
+        """The op that stacks each iteration's value in loop result `place`, or None."""
         update = self.program.maker(loop.yields[place])
         entry = loop.entries[len(loop.operands) + place]
         if update is None or update.kind != "dynamic_update_slice":
@@ -221,7 +221,7 @@ class Values:
         return update if stack == entry and fits and is_next else None
 
     def _index(self, number: int, count: int) -> int:
-        """Number of an index after it is clamped to `count` places."""
+        """Number of the index that is index `number`, clamped to `count` places."""
         key = ("index", number, count)
         if number in self._held and self._held[number] == count:
             return number

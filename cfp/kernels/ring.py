@@ -156,7 +156,7 @@ class Ring:
         return self.gather and (simple or self.kernel.any_positions)
 
     def steps(self, tokens: int) -> int:
-        """Number of blocks of keys that a rank may see, its own included."""
+        """Most blocks of `tokens` keys that a rank sees, own included; 1 if in_one."""
         if self.in_one:
             return 1
         left = self.mask.left

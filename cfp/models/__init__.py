@@ -45,6 +45,7 @@ def build(name: str, **options: Scalar) -> tuple[TrainStep, tuple[TrainState, Ba
 
     Raises:
       ValueError: the name or an option is unknown, or the options do not fit together.
+      CfpError: optax is not installed.
     """
     model, config, optimizer = _settled(name, options)
     step = make_train_step(partial(model.apply, config), optimizer, config.microbatches)

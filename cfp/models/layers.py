@@ -68,11 +68,9 @@ def sharded_by(
 
 
 def attending_by(kernel: AttentionKernel) -> contextlib.AbstractContextManager[None]:
-    """Context manager: models traced inside it call a kernel for their attention.
+    """Context manager: models traced inside it attend by kernel(q, k, v, causal).
 
-    Args:
-      kernel: must scale scores by head_dim ** -0.5, and accept keys with fewer heads
-        than queries.
+    It must scale scores by head_dim ** -0.5, and accept keys with fewer heads than q.
     """
     return _set(_kernel, kernel)
 
@@ -193,7 +191,7 @@ def attention(
       causal: True masks the tokens after a query.
       kv_names: logical names of keys' and values' dims. With KV_HEADS, a key head
         serves heads / kv_heads consecutive query heads.
-      turn: function of queries and keys, such as a rotary embedding.
+      turn: maps queries, and then keys, as a rotary embedding does.
     """
     query, key, value = (
         constrain(inside(name, linear, params, x), names)

@@ -216,7 +216,7 @@ class Routing(NamedTuple):
       dispatch: [groups, group, experts, capacity], 1 at a token's seats.
       combine: the seats' weights. A token's weights sum to 1, less those of full
         experts.
-      balance: [], 1 if load and gates are even, more otherwise.
+      balance: [], 1 if load or mean gates are even, usually more otherwise.
     """
 
     dispatch: jax.Array

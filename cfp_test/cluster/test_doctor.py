@@ -220,7 +220,7 @@ def test_a_fault_is_named_with_its_remedy(fault, name, reason, remedy, machine):
 )
 def test_what_needs_jax_is_not_tried_where_it_fails(text, words, machine):
     machine.replace_jax(text)
-    first, *rest = examine(["jax", "devices", "graft"], timeout_s=2.0)
+    first, *rest = examine(["jax", "devices", "graft"], jax_timeout_s=2.0)
     assert first.status == "FAIL" and words in first.reason
     assert [one.status for one in rest] == ["ABSENT"] * 2
     assert {one.reason for one in rest} == {"not tried, as jax failed"}

@@ -62,7 +62,7 @@ class Numbered:
     """New ids for a part's ops and values, from 0.
 
     Attributes:
-        digest: equal for parts of equal structure, of any programs.
+        digest: equal for equal ops and types, in any programs; outputs do not count.
         values: {value id in the program: id in the part}.
         ops: {op id in the program: id in the part}.
     """

@@ -145,7 +145,7 @@ class Rule:
     def exposed(
         self, dim: tuple[int, ...], ways: Mapping[int, int] = _NONE
     ) -> Iterator[int]:
-        """Yields the factors by which a dim may be sharded.
+        """Yields the factors by which a dim may be sharded, fixed ones included.
 
         These are its major factor, and the next one behind a factor that is split into
         single elements. `ways` is {factor: number of its pieces}.

@@ -224,7 +224,7 @@ def _meshes(
     settings: PlannerSettings,
     preset: str | None,
 ) -> Mapping[str, Mesh | DescribedMesh]:
-    """Returns {name: mesh} to choose among; a given mesh is the only one, named ""."""
+    """Returns {name: mesh}: a given mesh as "", else all of one axis, or two axes."""
     if isinstance(mesh, AbstractMesh):
         raise CfpError(
             "A mesh without devices is for PlannerSettings(ray=...). Pass a Mesh, or "

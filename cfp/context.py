@@ -68,7 +68,7 @@ class PlannerSettings:
             changes results: NAME, or NAME,-*/router to leave some out by path.
             ``cfp plan --help`` lists names.
         measure: measure strategies and race on virtual CPU devices, too; by default
-            choices there are by estimates. False uses stored measurements only.
+            choices there are by estimates. False: stored measurements, and no race.
         retry_failures: measure again what failed before. A `datetime` retries failures
             from before that time.
         progress: called with every event, a :class:`Progress` or a line of text.
@@ -243,8 +243,8 @@ class PlanContext:
         mesh: the devices, real or described.
         defaults: the platform's defaults, replaced by the user's settings where given.
         memory: the user's memory budget; None without one.
-        device_bytes: memory of a device, or None if the device does not report it.
-        end: the end of planning, in seconds of `time.monotonic`.
+        device_bytes: memory of a device for programs; None on CPUs, or if unknown.
+        end: the end of planning, in seconds of `time.monotonic`; inf without a limit.
     """
 
     mesh: Mesh | DescribedMesh
@@ -292,7 +292,7 @@ class PlanContext:
     def usual_temp_share(self) -> float:
         """Usual temporary memory under XLA's memory limit, as a share of that without.
 
-        It is 1 if the compiler takes no limit, or nothing is compiled.
+        It is 1 without a limit of the compiler, memory of devices, or compiling.
         """
         limited = self.compiles and self.defaults.limits_memory and self.device_bytes
         return LIMITED_MEMORY if limited else 1.0

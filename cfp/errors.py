@@ -64,9 +64,9 @@ def is_installed(path: str | PurePath) -> bool:
 
 
 def place_of(error: BaseException) -> str:
-    """Returns the line of the user's code that raised, with its place; else "".
+    r"""Returns "\n  at FILE:LINE, in NAME: CODE" of the user's code that raised, or "".
 
-    Its frame is the innermost outside of cfp, installed packages and Python's library.
+    The frame is the innermost outside of cfp, installed packages and Python's library.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_foreign(frame.filename) or is_installed(frame.filename):
@@ -101,7 +101,7 @@ class CfpError(Exception):
 
 
 def brief(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Wraps a function: tracebacks of its `CfpError` s end with its caller's frames."""
+    """Wraps a function: tracebacks of its `CfpError` s omit the frames inside it."""
 
     @wraps(fn)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -124,7 +124,7 @@ class StepNotTraceable(CfpError):
 
 
 class PlanMismatch(CfpError):
-    """Arguments, program, mesh or versions do not fit a saved plan."""
+    """A saved plan cannot be read, or does not fit the arguments, mesh or versions."""
 
 
 class ProcessError(CfpError):

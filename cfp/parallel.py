@@ -130,10 +130,10 @@ def _explained(path: str | None, changes_of: Callable[[], str]) -> Iterator[None
 class ParallelStep:
     """A step function that is planned at its first call; see :func:`parallelize`.
 
-    A call with other shapes or types plans again, as ``jax.jit`` compiles again. So
-    does a call under another configuration of JAX, such as ``jax.enable_x64(True)``.
-    In one process, later plans keep the first's shardings of arguments if these fit in
-    memory then; a preset by name is kept instead.
+    A call with other shapes or types plans again, as ``jax.jit`` compiles again; with a
+    saved plan it raises `PlanMismatch`. Another configuration of JAX, such as
+    ``jax.enable_x64(True)``, plans again. In one process, later plans keep the first's
+    shardings of arguments if these fit in memory; a preset by name is kept instead.
 
     Attributes:
         plans: all plans, in the order in which they were made.
@@ -238,7 +238,7 @@ class ParallelStep:
         return "" if is_same else before.changes(step.in_tree, step.avals)
 
     def _why_again(self, step: FlatStep, now: Hashable) -> str:
-        """Returns how a call differs from the latest, or ""; may warn of it once."""
+        """Returns how a call differs from the latest, "" if first; may warn once."""
         if self._latest is None:
             return ""
         before = self._latest.compiled.step

@@ -177,7 +177,7 @@ def analyze_step(
 
 
 def outer_axes(mesh: Mesh | DescribedMesh) -> frozenset[str]:
-    """Returns the mesh axes that cross hosts; for a TPU slice, only the first one."""
+    """Returns the mesh axes that cross hosts; for a TPU slice, the first of these."""
     if isinstance(mesh, DescribedMesh):
         return mesh.outer
     devices = [*mesh.devices.flat]
@@ -300,7 +300,7 @@ def measured_rates(context: PlanContext) -> Rates:
 
 
 def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
-    """Estimates the fastest choice that fits, else the leanest; runs no program."""
+    """Estimates the step of the fastest choice that fits, else of the leanest one."""
     started = time.perf_counter()
     profiles = _estimated(context, analysis, started)
     problem = profiles.problem
@@ -346,9 +346,9 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
 
 
 def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solution:
-    """Searches for the fastest choice that fits in memory, by prediction.
+    """Returns candidates: the fastest choice that fits by prediction, and presets.
 
-    If no choice fits by prediction, the choice of least memory is the candidate.
+    If no choice fits by prediction, the choice of least memory takes its place.
 
     Raises:
         MemoryBudgetError: no choice fits by prediction, and nothing is compiled.
@@ -529,9 +529,9 @@ def _smallest(
     solution: Solution,
     results: Sequence[RaceResult],
 ) -> Solution | None:
-    """Returns the leanest, of all and like the smallest program, and the best by sizes.
+    """Returns up to three new candidates of little memory; None if all are compiled.
 
-    Returns None if all are compiled.
+    The least of all, the least of choices like the smallest program, the best by sizes.
     """
     problem = solution.problem
     assert problem is not None, "something was searched"

@@ -350,7 +350,7 @@ def _type_text(value: Any) -> str:
 
 
 def _may_pick(leaf: Any) -> bool:
-    """True for a shape of integers, which may be indices of rows of a table."""
+    """True for a `jax.ShapeDtypeStruct` of integers with dims: perhaps row indices."""
     is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
     return is_shape and bool(leaf.shape) and jnp.issubdtype(leaf.dtype, jnp.integer)
 
@@ -396,7 +396,7 @@ def _made(
 def _random(
     seeds: tuple[int, int], shape: tuple[int, ...], dtype: Any, rows: int
 ) -> jax.Array:
-    """Draws small numbers that are valid as variances, or as indices below `rows`."""
+    """Draws small numbers, not negative; integers are below `rows`; or random keys."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         first = jax.random.key(seeds[1], impl=key_name(dtype))
         return jax.random.split(jax.random.fold_in(first, seeds[0]), shape)

@@ -322,7 +322,7 @@ class _Planning:
         return [one for one in more if isinstance(one.error, MemoryBudgetError | None)]
 
     def estimate(self, one: _Tried) -> None:
-        """Estimates a variant's best plan, and keeps the error if that fails."""
+        """Sets a variant's estimate of its best plan, or its error."""
         name = one.variant.name
         self.tell(name, "reading the step")
         with _kept_error(one):
@@ -335,7 +335,7 @@ class _Planning:
                 self.known[name] = replace(analyzed, profiles=made, seconds=seconds)
 
     def plan(self, one: _Tried, shares: int = 1, in_host: InHost = ()) -> None:
-        """Plans a variant in 1 / `shares` of the time left."""
+        """Plans a variant in 1 / `shares` of the time left; sets its plan or error."""
         end = now() + self.left() / shares
         with _kept_error(one):
             analyzed = self.analyzed(one.variant, in_host)
@@ -383,7 +383,7 @@ class _Planning:
         return self.known.setdefault(name, made) if not in_host else made
 
     def analyze(self, variant: Variant, in_host: InHost) -> Analyzed:
-        """Analyses a variant; a step is traced once for several meshes."""
+        """Analyses a variant anew, with the trace of an equal step if there is one."""
         step = self.options.flatten(variant.fn, variant.args, variant.kwargs)
         before = (one.step for one in self.known.values() if one.step == step)
         step = next(before, step).with_state_in_host(in_host)

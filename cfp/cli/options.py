@@ -65,7 +65,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 
 class Answer(NamedTuple):
-    """A command's result: `data` is for --json, `show` prints; exit 1 if failed."""
+    """Result of a command: functions for --json and for text; exit code 1 if failed."""
 
     data: Callable[[], Any]
     show: Callable[[], None]
@@ -173,7 +173,7 @@ _VIRTUAL = "cpu, with as many virtual devices as needed, or cuda; "
 def _setting(
     of: Any, name: str, kind: Any, under: str | None = MEASURING, **how: Any
 ) -> Option:
-    """Makes a setting's option, with help and default from the settings object `of`."""
+    """Makes a setting's option; its help is from the docstring of the settings `of`."""
     text = re.search(rf" {name}: (.*?\.)\s", inspect.getdoc(of) or "", re.DOTALL)
     usual = getattr(of, name)
     default = usual if "min" in how and isfinite(usual) else None
@@ -347,7 +347,7 @@ def _with_one_message(
 
 
 def supervise(ctx: typer.Context, workdir: Path | None) -> None:
-    """Continues a command of the shell in a child; see :meth:`Supervision.enter`."""
+    """Forks a command of the shell; returns in the child, see `Supervision.enter`."""
     if isinstance(ctx.obj, Supervision):
         ctx.obj.enter(store_path(workdir))
 

@@ -61,9 +61,9 @@ _ALL = "all"
 def variants_of(ctx: typer.Context) -> dict[str, Any]:
     """Returns `plan_fastest`'s variants, static and donated arguments, and `leaner`.
 
-    Without mesh, number of devices and preset, variants are all meshes of one or two
-    axes of all devices. ``leaner`` yields variants with several microbatches, if the
-    target has such an option.
+    Variants are the meshes of the options. Without mesh, number of devices and preset,
+    they are all meshes of one or two axes. ``leaner`` yields variants with several
+    microbatches, if the target has such an option and none was given.
 
     Raises:
         CfpError: the target, mesh, platform or number of devices is unknown, or the
@@ -155,7 +155,7 @@ def _cluster(given: dict[str, Any]) -> Cluster | None:
 
 
 def _counts(text: str | None) -> list[int | None]:
-    """Parses the numbers of `--microbatches`; [None] leaves them to the target."""
+    """Parses distinct numbers of `--microbatches`; [None] if it is not given."""
     if text is None:
         return [None]
     words = [word.strip() for word in text.split(",")]
@@ -168,7 +168,7 @@ def _counts(text: str | None) -> list[int | None]:
 
 
 def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
-    """Returns named meshes (None: default), and True to compare all of the devices."""
+    """Returns the meshes' axes, [None] if not given; and True to compare all shapes."""
     devices, mesh, texts = given["devices"], given["mesh"], given["mesh_shapes"] or []
     if mesh is not None and texts:
         raise CfpError("Give --mesh for one mesh or --mesh-shapes for more, not both.")
@@ -469,7 +469,7 @@ def search_stored(
 ) -> FoundPlan:
     """Plans from stored measurements of segments.
 
-    Devices race and compare replaced parts; after a wrong kernel they measure, too.
+    Devices run the race and a check of kernels, and segments after a wrong kernel.
 
     Raises:
         CfpError: measurements are missing.

@@ -353,7 +353,7 @@ def _check_lines(trial: Trial) -> Iterator[str]:
 
 
 def _rounding_text(trial: Trial) -> str:
-    """Names the run that measured rounding: ``on one device``, ``under ...``."""
+    """Says where rounding was measured: ``on one device``, ``under ...``."""
     if trial.narrow:
         return "in the plan's kernels"
     if trial.preset == AS_WRITTEN:

@@ -57,14 +57,14 @@ def open_target(
     plan: Plan | None = None,
     virtual: bool = True,
 ) -> tuple[Target, Mesh]:
-    """Finds a target, and makes its mesh.
+    """Selects JAX's platform, finds a target, and makes its mesh.
 
     Args:
         text: the target on the command line.
         options: the target's options on the command line.
-        axes, platform_name: mesh axes and platform; None for the plan's or JAX's.
-        plan: default for axes, platform and static arguments.
-        virtual: False if the command has no --platform.
+        axes, platform_name: None for the plan's, else all devices and JAX's platform.
+        plan: a saved plan, whose static arguments are a default, too.
+        virtual: False keeps --platform out of messages.
 
     Raises:
         CfpError: the target, platform or number of devices is unknown, or the target
@@ -135,7 +135,7 @@ def open_session(ctx: typer.Context) -> Session:
 
 
 def dump_session(session: Session, workdir: Path | None) -> Path | None:
-    """Writes the analysis below `workdir`; returns its folder, None if not written."""
+    """Writes the analysis below `workdir` in process 0; returns its folder, or None."""
     if workdir is None or is_follower():
         return None
     folder = workdir / GLOBAL_FOLDER

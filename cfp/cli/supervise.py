@@ -91,8 +91,8 @@ class Supervision:
 def _attend(child: int, store: ProfileStore) -> int | None:
     """Waits for a child's end; kills the child past a deadline, or a second interrupt.
 
-    Returns the command's exit code; None if the child died during a recorded build or
-    run, so that another child may start.
+    Returns the command's exit code. None if the child died during a recorded build or
+    run: another child is to start. Of several processes, it always returns a code.
     """
     looked, is_overdue, stop = time.monotonic(), False, 0
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:

@@ -53,7 +53,7 @@ class SegmentChoice:
     Attributes:
         estimate_ms: estimated time; ignored by comparison.
         remat: True if the segment rematerializes its forward pass.
-        kernels: names of kernels in place of the segment's ops, and kinds; () if none.
+        kernels: (kind, kernel) pairs in place of the segment's ops; () if none.
     """
 
     strategies: tuple[Strategy, ...]
@@ -74,7 +74,7 @@ class SegmentChoice:
 
 
 def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> SegmentChoice:
-    """Part of `choice` for segment `index`, with its parameters' commonest storage."""
+    """A segment's part of a program's `choice`, with its commonest storage mode."""
     segment = analysis.segments[index]
     modes = [choice.storage[g] for g in segment.groups]
     storage = max(dict.fromkeys(modes), key=modes.count) if modes else Storage.USED
@@ -87,8 +87,8 @@ def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Segment
 def layout_of(analysis: Analysis, candidates: Mapping[int, SegmentChoice]) -> Layout:
     """Makes the layout (all shardings) of some segments from {index: its choice}.
 
-    A single segment's adjacent segments of its kind are laid out alike, so that values
-    between them are sharded as the neighbours read them.
+    If one segment is given, adjacent segments of its kind get its strategies, too:
+    values between them are then sharded as the neighbours read them.
     """
     segments, laid_out = analysis.segments, dict[int, SegmentChoice]()
     if len(candidates) == 1:
@@ -283,7 +283,7 @@ class Costs:
         ahead, back = passing.get((left, right), ()), passing.get((right, left), ())
 
         def laid_out(index: int, of: Iterable[SegmentChoice]) -> list[_Side]:
-            """A layout of each choice; equal if passing values are sharded alike."""
+            """The side of each choice; the same if passing values are sharded alike."""
             blocks, first = self.analysis.segments[index].blocks, {}
             every = ((self._laid_out(index, o.plain.as_written), blocks) for o in of)
             return [first.setdefault(self._ends(o, (*ahead, *back)), o) for o in every]
@@ -330,7 +330,7 @@ class Costs:
         return made, reads
 
     def _made(self, side: _Side, v: int) -> tuple[Spec | None, tuple[str, ...]]:
-        """Returns (a value's sharding, unreduced axes) as a segment makes the value."""
+        """Returns (sharding, unreduced axes) of a value that a segment hands on."""
         layout, program = side[0], self.analysis.frame.program
         op = program.maker(v)
         if self._measured or op is None or op.id not in layout.axes:
@@ -340,7 +340,7 @@ class Costs:
         return layout.natural_spec(op, op.results.index(v)), partial
 
     def _reads(self, side: _Side, v: int) -> tuple[Spec, ...]:
-        """Shardings in which a segment or update reads a value; one if measured."""
+        """Shardings in which a segment or update reads a value, or the first alone."""
         is_all = not self._measured and self.analysis.frame.program.maker(v) is not None
         if is_all and (own := self._own_reads(side, v)):
             return own
@@ -370,7 +370,7 @@ def _wanted(reader: Layout, value: int) -> Spec | None:
 
 
 def _views(maker: Layout, reader: Layout, value: int) -> list[int]:
-    """Ids of ops that cast or transpose a parameter before its gather; [] if none."""
+    """Ids of ops that cast or transpose a parameter before its gather, if gathered."""
     frame = maker.frame
     group = frame.group_of_arg.get(frame.program.args.index(value))
     if group is None or maker.spec(value) == maker.read_spec(value):
@@ -405,7 +405,7 @@ class SegmentEstimate:
     modes: tuple[Storage, ...]
 
     def total_ms(self, candidate: SegmentChoice) -> float:
-        """The estimated time of a choice, ms, with resharding to the twin."""
+        """Estimated time of a choice, in ms per step, with resharding to the twin."""
         pairs = zip(self.numbers, candidate.strategies, strict=True)
         picks = [numbers[strategy] for numbers, strategy in pairs]
         nodes = zip(self.node_ms[candidate.storage], picks, strict=True)
@@ -486,7 +486,7 @@ def estimate_segment(
 def _numbered(
     terms: Terms, block: int, among: Set[Strategy] | None
 ) -> tuple[tuple[Strategy, ...], dict[Strategy, int]]:
-    """Returns the first strategy of each distinct sharding, and each one's number."""
+    """Returns a strategy of each distinct sharding, and {strategy: its place there}."""
     frame, firsts, numbers = terms.frame, dict[Hashable, Strategy](), {}
     for strategy in block_strategies(frame.program, frame.blocks[block], frame.mesh):
         if among is not None and strategy not in among:
@@ -554,5 +554,5 @@ def _one_way(
 
 
 def _crossing(makers: Sequence[BlockTerms], readers: Sequence[BlockTerms]) -> list[int]:
-    """Ids of values that one block makes and another reads, under every strategy."""
+    """Ids of values that one block makes and another reads; all strategies agree."""
     return [v for v in makers[0].makes if v in readers[0].reads]

@@ -429,10 +429,10 @@ class DeviceKind(_Table):
         device_kind: JAX's name, `jax.Device.device_kind`.
         devices_per_host: of a cluster; for a kind, the most that a host holds.
         measured: measured rates by field name, beside the specified ones.
-        link_gb_per_s: TPU: rate of one link in one direction, two links in each dim.
+        link_gb_per_s: rate of a GPU's links, or of one link of a TPU, in one direction.
         link_latency_us: TPU: time from a device to its neighbour.
         torus_dims: TPU: number of dims of a slice; 0 for GPUs.
-        torus_ring: TPU: a dim whose size is a multiple of this closes to a ring.
+        torus_ring: TPU: a dim is a ring if its size is a multiple of this; see `rings`.
     """
 
     name: str
@@ -471,11 +471,11 @@ class DeviceKind(_Table):
         return int(self.memory_gib.value * 2**30)
 
     def specified(self, name: str) -> float:
-        """The specified value of a field, such as `memory_gb_per_s`."""
+        """The number of a field such as `memory_gb_per_s`; `measured` is ignored."""
         return getattr(self, name).value
 
     def expected(self, name: str) -> float:
-        """Value that programs reach for a field: measured, or a share of a peak."""
+        """Rate that programs reach: measured, or H200's share of a peak (TPU: all)."""
         own: Number = self.measured.get(name) or getattr(self, name)
         if own.basis == "measured" or self.torus_dims:
             return own.value

@@ -65,10 +65,10 @@ def residuals_under(
 
 @searched_once
 def residuals(frame: Frame, ops: tuple[int, ...], remat: bool = False) -> Set[int]:
-    """Ids of values that `ops` keep from the forward to the backward pass.
+    """Ids of values that `ops` keep for the backward pass; some are of earlier ops.
 
     Args:
-        remat: True keeps only values for other ops, if they are not cheap to compute.
+        remat: True keeps only values that other ops read and that are not cheap.
     """
     program, turn = frame.program, turning_point(frame)
     mine = {op for op in ops if op < turn and op not in program.leaf_ops}
@@ -112,7 +112,7 @@ def _feeds_heavy(program: Program, v: int, first: int) -> bool:
 
 
 def results_beside(frame: Frame) -> list[tuple[int, int | None]]:
-    """Results that reuse no donated argument's memory, so need memory of their own.
+    """Results that need device memory of their own: they reuse no donated argument's.
 
     Among them are copies: unchanged arguments, and results returned twice.
 
@@ -150,7 +150,7 @@ def host_bytes(layout: Layout, positions: Iterable[int]) -> tuple[int, int]:
         positions: indices of arguments; those in device memory do not count.
 
     Returns:
-        Bytes in host memory between steps, and bytes that a step moves both ways.
+        Bytes in host memory, and bytes that a step moves: twice if returned there, too.
     """
     program = layout.frame.program
     returned = host_results(program)
@@ -328,7 +328,7 @@ def is_in_memory(program: Program, v: int) -> bool:
 
 @searched_once
 def _find_shared(program: Program) -> frozenset[int]:
-    """Values that are in memory only because several kernels read them."""
+    """Ids of results of fusible ops in memory, such as those of several readers."""
     kernels = (program.ops[op] for op in _find_kernels(program))
     shared = (v for op in kernels if op.kind in FUSED for v in op.results)
     return frozenset(shared) - _kept(program)
@@ -360,7 +360,7 @@ def _is_view(program: Program, op: Op) -> bool:
 
 @searched_once
 def summed_in_two_orders(program: Program) -> frozenset[int]:
-    """Ids of fused inputs of sums, made of tensors with different orders of dims."""
+    """Ids of elementwise inputs of sums that need memory: two dim orders meet there."""
     orders: dict[int, frozenset[Order]] = {}
     found = set()
     for op in program.ops:
@@ -438,10 +438,9 @@ Reads = dict[int, float]
 
 @searched_once
 def moved_bytes(program: Program) -> Mapping[int, float]:
-    """Bytes of unsharded tensors that kernels without products read and write.
+    """Bytes that each kernel reads and writes, of whole tensors, by its last op's id.
 
-    Returns:
-        Bytes by op id: a kernel's last op has all its bytes; other ops have no entry.
+    A product is a kernel, too. A row sum that another kernel contains has 0.0.
     """
     kernels = _find_kernels(program)
     within = _sums_within_others(program, kernels)
@@ -528,7 +527,7 @@ def _written(program: Program, op_id: int) -> float:
 
 
 def _sums_within_others(program: Program, kernels: Mapping[int, Reads]) -> set[int]:
-    """Ids of row sums, as in a softmax, that XLA fuses into a kernel with the rows."""
+    """Ids of ops that sum rows, and that XLA fuses into other readers of the rows."""
     readers: dict[int, list[int]] = defaultdict(list)
     rows: dict[int, set[int]] = {}
     for op_id, reads in kernels.items():

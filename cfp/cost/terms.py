@@ -40,8 +40,8 @@ class BlockTerms:
     """Costs of one block, or one op, under one strategy.
 
     Attributes:
-        matmul_ms: time of its contractions on one device.
-        memory_ms: time of memory traffic that contractions do not hide.
+        matmul_ms: time of its contractions in a step, on one device.
+        memory_ms: time of memory traffic in a step that contractions do not hide.
         makes: (sharding, unreduced axes) of each result, by canonical value number.
         reads: shardings in which each operand is read, by canonical value number.
     """
@@ -113,7 +113,6 @@ class Terms:
         )
 
     def _op_terms(self, op_id: int, axes: FactorAxes) -> BlockTerms:
-        """Computes the terms of one op under one sharding."""
         program = self.frame.program
         op = program.ops[op_id]
         rule, sizes = op.known_rule, self._sizes
@@ -131,7 +130,7 @@ class Terms:
         return BlockTerms(*self.compute_ms(op, axes), makes, reads)
 
     def compute_ms(self, op: Op, axes: FactorAxes) -> tuple[float, float]:
-        """Returns (products ms, memory ms beyond products) of an op on one device."""
+        """Returns an op's ms per step on one device: (products, memory beyond them)."""
         rule, program = op.known_rule, self.frame.program
         share = self._share(rule, axes)
         if is_contraction(op):
@@ -156,7 +155,7 @@ class Terms:
         return 0.0, op.repeat * self.rates.memory_ms(moved * share)
 
     def manual_ms(self, op: Op) -> float:
-        """Time of a hand-sharded region (`shard_map`) on one device; 0 for other ops.
+        """Ms per step of a `shard_map` region on one device; 0 for other ops.
 
         Products and memory traffic count; collectives inside do not.
         """
@@ -204,7 +203,6 @@ class Terms:
         """Storage group of each gradient, by canonical value number.
 
         An earlier value counts, too, if it has as many elements and no other readers.
-        Under :func:`jax.vmap`, gradients are summed over one dim after another.
         """
         program = self.frame.program
         found: dict[int, int] = {}
@@ -237,7 +235,7 @@ class Terms:
         return self.turns(main), program.values[main].dtype
 
     def _move_ms(self, value: int, made: Made, wants: tuple[Spec, ...]) -> float:
-        """Estimates ms to reshard a value from its maker for all its readers."""
+        """Estimates ms per step to reshard a value for all its readers."""
         if not wants:
             return 0.0
         size = self.frame.program.values[value].size_bytes
@@ -251,7 +249,10 @@ class Terms:
     def owned_groups(
         self, groups: Sequence[int], blocks: Sequence[BlockTerms]
     ) -> list[list[int]]:
-        """Storage groups by block: its first reader, else its gradient's maker."""
+        """Lists, for each block, the storage groups that it reads first.
+
+        A group without reader is at its gradient's maker, else at the first block.
+        """
         frame = self.frame
         owned: list[list[int]] = [[] for _ in blocks]
         for index in groups:
@@ -333,7 +334,7 @@ class Terms:
         return terms.reads.get(self.same(main), ())
 
     def narrowed(self, reads: Sequence[int], main: int) -> float:
-        """Factor, at most 1, by which a cast among ops `reads` shrinks value `main`."""
+        """Share of value `main`'s bytes after the narrowest cast among ops `reads`."""
         program = self.frame.program
         whole = dtype_bytes(program.values[main].dtype)
         casts = [program.ops[op] for op in reads if program.ops[op].kind == "convert"]
@@ -350,7 +351,7 @@ Step = tuple[str, tuple[str, ...], float]
 def transition(
     size_bytes: float, have: Spec, partial: tuple[str, ...], want: Spec, mesh: Mesh
 ) -> tuple[Step, ...]:
-    """Lists the collectives that reshard a tensor from `have` to `want`.
+    """Lists the collectives that reshard a tensor; () if local slices suffice.
 
     Args:
         size_bytes: bytes of the whole tensor.

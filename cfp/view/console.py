@@ -137,7 +137,7 @@ class Rows:
         """Returns column widths of a table of `most` characters that keep words whole.
 
         Numbers keep their unit. The widest column that has room is narrowed first. If
-        not all words fit, the longest break; None: not even letters fit.
+        not all words fit, the longest break. All are None if not even letters fit.
         """
         widths, least = [], []
         for name, *cells in zip(
@@ -160,8 +160,6 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Fitted:
-    """A table that is made once its width is known."""
-
     rows: Rows
     border: box.Box
 
@@ -234,7 +232,8 @@ class PlainLines:
 class Display:
     """Context manager that shows progress events, passed to `tell`, on stderr.
 
-    On a terminal they are a live line, elsewhere lines of :class:`PlainLines`.
+    On a terminal they are a live line, elsewhere lines of :class:`PlainLines`. Nothing
+    is shown if `quiet`, or in other processes than process 0.
     """
 
     def __init__(self, quiet: bool = False, lines: PlainLines | None = None) -> None:

@@ -100,7 +100,7 @@ def _left(
     """Lists parts that kernels might compute, with each reason against a kernel.
 
     Yields:
-        (kernel, source, reason); kernel "" if no kernel computes the part.
+        (kernel, source, reason); kernel "" if the reason is against all kernels.
     """
     program = analysis.frame.program
     was_searched = (kind.find,) in program.looked_for
@@ -207,10 +207,10 @@ def _searched(
 def worth(
     analysis: Analysis, problem: Problem, raced: Sequence[tuple[Candidate, float]] = ()
 ) -> tuple[WorthFigures, ...]:
-    """Computes the gain of each kind of choice, such as sharding or kernels.
+    """Computes step times with and without a kind of choice, such as kernels.
 
-    The gain is measured if programs with and without the choice raced; it is then an
-    upper bound. Otherwise it is predicted. "Without sharding" is all data parallel.
+    They are measured if programs with and without it raced, else predicted. Kinds that
+    no program uses are left out. "Without sharding" is all data parallel.
     """
     plain = plainest(presets(analysis.frame))
     kinds = [segment.kind for segment in analysis.segments]

@@ -88,7 +88,7 @@ def _members(segments: list[dict[str, Any]], kind: int) -> str:
 
 
 def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
-    """Collects all measurements for JSON; strategies have their `strategy_numbers`."""
+    """Collects requested measurements for JSON; `strategy_numbers` name strategies."""
     found, records = [], profiles.records
     for wanted in profiles.requests:
         segment = analysis.segments[analysis.representatives[wanted.kind]]
@@ -122,7 +122,7 @@ def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
 def profiles_view(
     data: dict[str, Any], segments: list[dict[str, Any]], border: box.Box
 ) -> RenderableType:
-    """Tabulates each kind of segment: measured strategies, the best, the worst."""
+    """Tabulates each kind of segment: counts of strategies, best and worst time."""
     rows = []
     for kind in sorted({one["kind"] for one in segments}):
         mine = [one for one in data["profiles"] if one["kind"] == kind]

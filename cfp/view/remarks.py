@@ -41,7 +41,7 @@ def unplanned_text(plan: Plan) -> str:
 
 
 def _nothing_sharded(plan: Plan) -> Values:
-    """Returns words, number of devices, a comparison; () if blocks are sharded."""
+    """Returns words, number of devices, a comparison; () if sharded, or one device."""
     devices = prod(size for _, size in plan.mesh_axes)
     what = "all blocks run whole on each device"
     if devices > 1 and plan.arg_specs and not words.is_sharded(plan):
@@ -62,7 +62,7 @@ def _loops(plan: Plan) -> Values:
 
 
 def _branches(plan: Plan) -> Values:
-    """Returns times by branch, or else the samples' range, and names of branches."""
+    """Returns (text on branches' times, names of branches); () without branches."""
     texts = [text for text in plan.uncounted if not text.startswith("while")]
     mine = [row for row in plan.race if row.name == plan.winner]
     flags = few([f"{ms:.3f} ms with {flag}" for r in mine for flag, ms in r.flag_ms])
@@ -128,7 +128,7 @@ def _chosen_among(plan: Plan) -> Values:
 
 
 def _gains(is_measured: bool) -> Callable[[Plan], Values]:
-    """Returns a function that describes measured, or predicted, gains."""
+    """Returns a function that lists gains, either those measured or the predicted."""
 
     def values(plan: Plan) -> Values:
         parts = []
@@ -148,7 +148,7 @@ def _gains(is_measured: bool) -> Callable[[Plan], Values]:
 
 
 def _left(has_kernel: bool) -> Callable[[Plan], Values]:
-    """Returns a function that lists parts without a kernel, or refused kernels."""
+    """Returns a function that lists refused kernels, or (False) parts without any."""
 
     def values(plan: Plan) -> Values:
         every = plan.figures.left if plan.figures else ()
@@ -176,7 +176,7 @@ def _count(name: str, one: str, many: str) -> Callable[[Plan], Values]:
 
 
 def precision_text(plan: Plan) -> str:
-    """Counts products in the plan's precision, with reasons for others; "" without."""
+    """Counts products in the plan's lower precision, and others; "" without one."""
     if (one := find_precision(plan.precision)) is None or not plan.products:
         return ""
     counts = {why: sum(of.values()) for why, of in plan.products.items()}
@@ -196,7 +196,7 @@ def precision_text(plan: Plan) -> str:
 
 
 def _crossing(plan: Plan) -> Values:
-    """Returns axes across hosts, and the traffic along these and along other axes."""
+    """Returns axes across hosts, traffic along these, along others; () for one host."""
     across, sizes = plan.environment.get("crosses_hosts", ""), dict(plan.mesh_axes)
     totals = {side: [0, 0.0] for side in (True, False)}
     for move in (move for row in plan.rows for move in row.moves):
@@ -209,7 +209,7 @@ def _crossing(plan: Plan) -> Values:
 
 
 def _undivided(plan: Plan) -> Values:
-    """Returns a described plan's number of devices and its batch, if not a multiple."""
+    """Returns (devices, batch) if a described mesh does not divide the batch."""
     devices = prod(n for _, n in plan.mesh_axes)
     batch = round(plan.search.get("batch_samples") or 0)
     is_left = "described" in plan.environment and batch % devices

@@ -66,7 +66,7 @@ class SegmentView:
         indices: the segments' numbers.
         parameters: text on storage, kernels and rematerialization.
         time_ms: time of each segment; None if unknown.
-        ends: True for the last segment of a repeat.
+        ends: True for the last segment of a repeated run.
     """
 
     indices: tuple[int, ...]
@@ -293,7 +293,7 @@ def chosen_text(plan: Plan) -> str:
 
 
 def _next_text(plan: Plan, rivals: Sequence[RaceRow]) -> str:
-    """Names the best other candidate by estimate: ``; next, zero1: 0.2 ms``."""
+    """Names the best other candidate, ``; next, zero1: 0.2 ms``; "" if none."""
     times = [(row.predicted_ms, row.name) for row in rivals if row.predicted_ms]
     if not times:
         return ""

@@ -120,7 +120,7 @@ def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
 
 
 def plan_text(plan: Plan, width: int | None = None) -> str:
-    """Renders a plan's tables as plain ASCII text, for files and pipes."""
+    """Renders a plan's tables as plain text with ASCII borders, for files and pipes."""
     return plain_text(plan_view(plan, border=box.ASCII), width)
 
 
@@ -291,7 +291,7 @@ def diff_data(first: Plan, second: Plan) -> dict[str, tuple[str, str]]:
 def diff_text(
     first: Plan, second: Plan, names: tuple[str, str] = ("first", "second")
 ) -> str:
-    """Lists differences of two plans, one a line; repeated layers share a line."""
+    """Lists differences of two plans; equal changes of many layers are shortened."""
     lines = [f"{names[0]} -> {names[1]}"]
     groups: dict[tuple[str, str], list[str]] = {}
     for name, pair in diff_data(first, second).items():

@@ -224,7 +224,7 @@ def has_raced(plan: Plan) -> bool:
 
 
 def is_sharded(plan: Plan) -> bool:
-    """True if a plan shards a value, or the step a custom kernel or `shard_map`."""
+    """True if a plan shards a value, or a custom kernel or `shard_map` is sharded."""
     inside = plan.constraints
     specs = [*plan.arg_specs, *plan.output_specs]
     specs += [*inside.values.values(), *inside.uses.values()]
@@ -232,7 +232,7 @@ def is_sharded(plan: Plan) -> bool:
 
 
 def runs_whole(plan: Plan) -> bool:
-    """True if several devices compute the same: blocks, `shard_map` s are whole."""
+    """True if several devices compute the same: no block or kernel is sharded."""
     devices = prod(size for _, size in plan.mesh_axes)
     return devices > 1 and bool(plan.rows) and not _shards_blocks(plan)
 
@@ -255,7 +255,7 @@ def unsearched_text(plan: Plan) -> str:
 
 
 def budget_text(plan: Plan) -> str:
-    """Describes a memory budget; "" if above the device's nominal, and no reserve."""
+    """Describes a budget up to the device's memory, or with a reserve; else ""."""
     budget = plan.figures and plan.figures.budget_bytes
     kind = kind_of(plan.environment.get("device_kind", ""))
     whole, reserve = kind.memory_bytes if kind else 0, plan.search.get(RESERVE_BYTES, 0)

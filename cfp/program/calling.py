@@ -49,7 +49,7 @@ _MOST_NAMED = 4  # Leaves in a message.
 def check_names(
     fn: Callable[..., Any], option: str, names: str | Sequence[str]
 ) -> None:
-    """Raises OptionError for a name that the signature of `fn`, if any, lacks."""
+    """Raises OptionError if `fn`, by its signature, cannot take one of the names."""
     parameters = _parameters(fn)
     if parameters is None:
         return
@@ -90,7 +90,7 @@ def check_positions(
 ) -> None:
     """Raises OptionError if a call has no argument at one of `numbers`.
 
-    `passed` has the call's arguments by position or keyword. For static_argnums, any
+    `passed` is {position or keyword: argument}. If `option` is static_argnums, any
     position in `parameters` is valid.
     """
     count = sum(isinstance(key, int) for key in passed)
@@ -136,10 +136,9 @@ def chosen(
     numbers: int | Sequence[int],
     names: str | Sequence[str],
 ) -> set[int | str]:
-    """Returns positions and names of arguments, chosen by `numbers` or by `names`.
+    """Returns `numbers` and `names`; those in `parameters` as position and as name.
 
-    An argument in `parameters` is returned in both forms. Negative positions count from
-    the end of `count` positional arguments.
+    Negative numbers count from the end of `count` positional arguments.
     """
     positions = {i + count if i < 0 else i for i in sequence(numbers, int)}
     words = set(sequence(names, str))
@@ -151,7 +150,7 @@ def chosen(
 def dynamic_part(
     args: Sequence[Any], kwargs: Mapping[str, Any], static: Collection[int | str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call's arguments without the static ones."""
+    """Returns (args, kwargs) without arguments whose position or name is `static`."""
     return (
         tuple(a for i, a in enumerate(args) if i not in static),
         {name: a for name, a in kwargs.items() if name not in static},
@@ -170,7 +169,7 @@ def by_position(
 
 
 def parameter_names(fn: Callable[..., Any]) -> list[str]:
-    """Returns names of a function's positional parameters; [] without a signature."""
+    """Returns names of parameters that may be positional; [] without a signature."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in (_parameters(fn) or {}).values() if p.kind in kinds]
 
@@ -198,7 +197,10 @@ def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | Non
 def changed(
     before: Mapping[str, Any], passed: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """Returns {path: new array} of leaves in `before` that `passed` has replaced."""
+    """Returns {path: new array} of leaves in `before` that modules have replaced.
+
+    `before` is {path: leaf}, `passed` is {name: argument}; see `leaves_of_modules`.
+    """
     now = dict(leaves_of_modules(passed))
     return {
         path: now[path]
@@ -208,7 +210,7 @@ def changed(
 
 
 def leaves_of_modules(passed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields (path, leaf) of mutable modules (custom pytree nodes) in arguments."""
+    """Yields (path, leaf) of mutable modules in `passed`, which is {name: argument}."""
     for name, arg in passed.items():
         nodes, _ = tree_flatten_with_path(arg, is_leaf=_may_change)
         for start, node in nodes:
@@ -227,7 +229,7 @@ def _may_change(node: Any) -> bool:
 
 
 def may_change_any(tree: Any) -> bool:
-    """True if a pytree has a module that a step could change in place."""
+    """True if a pytree has a module (custom node) that is no frozen dataclass."""
     return any(map(_may_change, tree_leaves(tree, is_leaf=_may_change)))
 
 
@@ -236,7 +238,7 @@ def lost_changes(
 ) -> list[str]:
     """Returns paths of values that a step sets in place and no result depends on.
 
-    Values that are equal to an argument are not lost, either.
+    A value that is an unchanged argument is not lost, either.
 
     Args:
         run: the step over flat leaves; returns (results, {path: value set in place}).
@@ -423,10 +425,8 @@ class Fixed(NamedTuple):
 def fixed(tree: Any) -> Any:
     """Returns the pytree with modules' leaves other than arrays made :class:`Fixed`.
 
-    A module is a node of the pytree that is no container of plain Python. If all its
-    leaves are arrays and numbers, the numbers are arguments, as for ``jax.jit``. A
-    module with a bool and no arrays holds settings, and its numbers are fixed. Leaves
-    that cannot be hashed stay, and are refused later.
+    Modules: see `is_module`. Numbers stay leaves if all leaves of a module are arrays
+    and numbers, unless it has a bool and no arrays. Leaves that cannot be hashed stay.
     """
     if not any(map(_may_be_fixed, tree_leaves(tree))):
         return tree
@@ -452,7 +452,7 @@ def has_fixed(tree: Any) -> bool:
 
 
 def is_module(node: Any) -> bool:
-    """True for an inner node of a pytree that is no container of plain Python."""
+    """True for a pytree's node that is no leaf, dict, list, tuple or None."""
     is_plain = isinstance(node, (*_PLAIN, *_NUMBERS, str))
     return not is_plain and not all_leaves([node])
 

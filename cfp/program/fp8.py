@@ -74,8 +74,8 @@ class _Product:
 
     Attributes:
         roots: for each operand the value that it is a view, slice or cast of.
-        weight: index of the operand that comes from a parameter; -1 if none does.
-        gradient: index of the operand that is a cotangent; -1 if none is.
+        weight: index of a parameter's operand, if the other is of the batch; else -1.
+        gradient: index of the operand that is a cotangent; -1 if none or both are.
         parameters: indices of the parameters that are operands, or whose gradient the
             result is.
         needs: for each operand a bit mask of what it depends on: bit 0 is cotangents,
@@ -94,6 +94,8 @@ def rewrite(
     module: ir.Module, precision: str, names: Sequence[str], mesh: Any
 ) -> dict[str, dict[str, int]]:
     """Moves products to FP8 in place; returns {`TAKEN` or reason: {path: number}}.
+
+    All 16-bit products count. Paths are of parameters, * for digits; "" without one.
 
     Raises:
         OptionError: a path that is left out matches no argument.
@@ -116,7 +118,7 @@ def rewrite(
     reasons = {one: _reason(one, last, left, least) for one in narrow}
     if not least:
         taken = [one for one, why in reasons.items() if not why]
-        why, flops = _SLOWER if _has_products(mesh) else _WITHOUT
+        why, flops = _SLOWER if _has_fp8_products(mesh) else _WITHOUT
         reasons |= dict.fromkeys(_slower(taken, flops), why)
     quantized: _Copies = {}
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -154,9 +156,10 @@ FP8 = Precision(
 
 
 def _last(products: Sequence[_Product], block: ir.Block) -> Set[int]:
-    """Returns parameters of forward products that no other forward product needs.
+    """Returns indices of the parameters of the last layer.
 
-    Of their backward products, if any, one reads what no other backward product makes.
+    No other forward product depends on theirs. One of their backward products, if any,
+    depends on no other backward product.
     """
     bits = {one: 2 << i for i, one in enumerate(products) if min(_sizes(one.op)) > 1}
     forward = {p: reduce(or_, p.needs) for p in bits if p.weight >= 0 > p.gradient}
@@ -194,8 +197,7 @@ def _reason(one: _Product, last: Set[int], left: Set[int], least: int) -> str:
     return ""
 
 
-def _has_products(mesh: Any) -> bool:
-    """True if a mesh's devices have FP8 products: NVIDIA's, from capability 8.9 on."""
+def _has_fp8_products(mesh: Any) -> bool:
     if isinstance(mesh, AbstractMesh):
         device = mesh.abstract_device
         return device.platform == "cuda" and "A100" not in device.device_kind
@@ -207,7 +209,7 @@ def _has_products(mesh: Any) -> bool:
 def _slower(products: Sequence[_Product], least_flops: float) -> list[_Product]:
     """Returns products of parameters whose products save less than quantizing takes.
 
-    An operand of several products is quantized once; each counts a share of the time.
+    A number takes `least_flops` once; products that read it count equal shares.
     """
     reads = {one: [_unmoved(v)[0] for v in one.op.operands] for one in products}
     uses = Counter(chain.from_iterable(reads.values()))
@@ -223,9 +225,9 @@ def _slower(products: Sequence[_Product], least_flops: float) -> list[_Product]:
 def _classified(module: ir.Module) -> list[_Product]:
     """Returns all products of a module with their roles.
 
-    A parameter is an argument whose gradient the step returns, or its new value: of its
-    shape, and made of it by a gradient, or by no product. If a gradient fits several
-    arguments, it is of one of its dtype. Values of other arguments are of the batch.
+    A parameter is an argument of which the step returns a gradient or a new value. A
+    new value has its shape, and depends on it, and on a gradient or no product. Of
+    several arguments, a gradient is of one of its dtype. Other arguments are the batch.
     """
     every, block = shardy.walk(shardy.main_function(module)), shardy.main_block(module)
     ops = [op for op in every if op.name == "stablehlo.dot_general"]
@@ -277,8 +279,8 @@ def _multiplied(
 ) -> list[_Product]:
     """Returns products of a parameter and the batch, one for each parameter operand.
 
-    Products of gradients that differentiation did not make are the optimizer's, and
-    left out. `numbers` is {parameter: index}, `batch` a mask as in `_Product.needs`.
+    Products of gradients outside of the backward pass are the optimizer's, and left
+    out. `numbers` is {parameter: index}, `batch` a mask as in `_Product.needs`.
     """
     return [
         replace(one, weight=i, parameters=frozenset({numbers[one.roots[i]]}))
@@ -290,7 +292,7 @@ def _multiplied(
 
 
 def _known(factors: Sequence[_Product]) -> defaultdict[Any, list[_Product]]:
-    """Returns products by (other operand's root, is backward, parameter's dims)."""
+    """Groups jvp products by (other operand's root, is backward, parameter's dims)."""
     known = defaultdict[Any, list[_Product]](list)
     for one in factors:
         if _is_within(one.op, "jvp("):
@@ -302,7 +304,7 @@ def _known(factors: Sequence[_Product]) -> defaultdict[Any, list[_Product]]:
 def _made(one: _Product, known: Mapping[Any, Sequence[_Product]]) -> frozenset[int]:
     """Returns indices of parameters whose gradient a product makes; empty without.
 
-    Another product with the parameter reads the same cotangent, or else activation.
+    Their other products read the same cotangent, or else the same activation.
     """
     dims, (left, right) = _dims(one.op.results[0]), one.roots
     keys = ((left, True), (right, False)), ((right, True), (left, False))
@@ -367,7 +369,7 @@ def _source(value: ir.Value) -> ir.Value | None:
 
 
 def _carried(value: ir.Value) -> ir.Value | None:
-    """Returns a loop argument's value in the next iteration; None for other values."""
+    """Returns a loop argument's next value, itself if it stays; None for others."""
     argument = None if shardy.owner_of(value) else ir.BlockArgument(value)
     if argument is None or argument.owner.owner.name != "stablehlo.while":
         return None
@@ -377,7 +379,7 @@ def _carried(value: ir.Value) -> ir.Value | None:
 
 
 def _is_backward(op: ir.Operation) -> bool:
-    """True if differentiation made an op, and not to compute the forward pass again."""
+    """True for ops of the backward pass, except rematerialized forward ops."""
     return _is_within(op, "transpose(") and not _is_within(op, "rematted_computation")
 
 
@@ -386,12 +388,11 @@ def _is_within(op: ir.Operation, scope: str) -> bool:
 
 
 def _dims(value: ir.Value) -> tuple[int, ...]:
-    """Returns sorted sizes of a value's dims, without those of 1."""
     return tuple(sorted(n for n in value.type.shape if n > 1))
 
 
 def _sizes(op: ir.Operation) -> tuple[int, int, int]:
-    """Returns (rows, columns, size of the summed dims) of a product."""
+    """Returns (rows, columns, summed numbers) of a product, per entry of batch dims."""
     dims = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
     left, right = (one.type.shape for one in op.operands)
     summed = prod(left[i] for i in dims.lhs_contracting_dimensions)
@@ -417,7 +418,7 @@ def _rewrite(one: _Product, quantized: _Copies) -> None:
 
 
 def _quantized(value: ir.Value, kind: str, known: _Copies) -> _Copy:
-    """Returns a value in FP8, and its scale; quantizes before transposes, reshapes."""
+    """Returns a value in FP8, and its scale; quantizes it before ops of `_is_move`."""
     value, moves = _unmoved(value)
     if (value, kind) not in known:
         begin, after = ir.InsertionPoint.at_block_begin, ir.InsertionPoint.after
@@ -436,7 +437,7 @@ def _quantized(value: ir.Value, kind: str, known: _Copies) -> _Copy:
 
 
 def _unmoved(value: ir.Value) -> tuple[ir.Value, list[ir.Operation]]:
-    """Returns the value before transposes and reshapes, and these ops, last first."""
+    """Returns the value before ops of `_is_move`, and these ops, last first."""
     moves = list[ir.Operation]()
     while (maker := shardy.owner_of(value)) is not None and _is_move(maker):
         moves.append(maker)
@@ -456,10 +457,9 @@ def _lowered(aval: jax.ShapeDtypeStruct, kind: str) -> str:
 
 
 def quantize(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
-    """Rounds an array to FP8, behind a barrier, so that XLA transposes FP8 numbers.
+    """Rounds an array to ``float8_e4m3fn`` or ``float8_e5m2``, behind a barrier.
 
-    Args:
-        kind: ``float8_e4m3fn`` or ``float8_e5m2``.
+    Without it, XLA transposes 16-bit numbers.
 
     Returns:
         The rounded ``x / scale``, and the scale: a power of two in float32 that the
@@ -496,7 +496,7 @@ def _stacks(taken: Sequence[_Product]) -> dict[ir.Operation, ir.Operation]:
 
 
 def _write_of(read: ir.Operation) -> ir.Operation | None:
-    """Returns the op that writes what an op slices; None if a stack has other uses."""
+    """Returns the op that writes what `read` slices; None if others read it, too."""
     if read.name != "stablehlo.dynamic_slice":
         return None
     stack: Any = read.operands[0]
@@ -552,7 +552,7 @@ def _stack_copies(read: ir.Operation, write: ir.Operation, known: _Copies) -> No
 
 
 def _carry(loop: Any, value: ir.Value, known: _Copies) -> ir.Value:
-    """Adds a value to those that a loop carries; returns the loop's result for it."""
+    """Remakes a loop so that it carries a value, too; returns the value's result."""
     carried = [*loop.operands, value]
     kinds = [one.type for one in carried]
     kept = {name: loop.attributes[name] for name in loop.attributes}

@@ -80,8 +80,8 @@ def on_device(tree: Any) -> Any:
 def in_host(tree: Any) -> Any:
     """Moves arrays of a pytree to host memory.
 
-    Unchanged: deleted arrays, arrays on other processes' devices, and all arrays if a
-    device cannot use pinned host memory.
+    Unchanged: deleted arrays, arrays with shards on other processes' devices, and
+    arrays on devices without pinned host memory.
     """
 
     def moved(leaf: Any) -> Any:
@@ -115,7 +115,7 @@ def with_leaves_in(tree: Any, which: Collection[int], space: Any) -> Any:
 
 
 def explicit_sharding(leaf: Any) -> NamedSharding | None:
-    """Returns an array's sharding if its mesh has explicit axes; None otherwise."""
+    """Returns an array's sharding if its mesh has an explicit axis; None otherwise."""
     sharding = getattr(leaf, "sharding", None)
     return sharding if _is_explicit(sharding) else None
 
@@ -195,7 +195,7 @@ def fetch(leaf: jax.Array, device: Any) -> jax.Array:
     """Gathers a sharded array on one device of this process.
 
     All processes with shards of the array call this, each with its own `jax.Device`.
-    Shards are joined on the devices; `jax.device_put` would join them on the host.
+    Shards in device memory are joined there; `jax.device_put` would use the host.
     """
     mesh = getattr(leaf.sharding, "mesh", None)
     if mesh is not None and not leaf.is_fully_replicated and not memory_kind(leaf):

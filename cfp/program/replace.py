@@ -81,7 +81,7 @@ class Sites(Generic[_Site]):
     left_alone: tuple[LeftAlone, ...] = ()
 
     def among(self, program: Program, ops: Collection[int]) -> list[_Site]:
-        """Returns the sites in top-level ops, or in loops among these."""
+        """Returns sites of ops whose `Program.top_level` is in `ops`."""
         inside = set(ops)
         found = self.found.items()
         return [one for op, one in found if program.top_level(op) in inside]
@@ -135,7 +135,8 @@ class Replacement:
     Attributes:
         name: name of the kernel.
         op: id of an op that distinguishes replacements of one name.
-        stages: inputs and outputs of the functions, in the program's order.
+        stages: inputs and outputs of the functions, in the program's order; () until
+            a plan file's record is resolved.
     """
 
     name: str
@@ -225,7 +226,7 @@ class Replacer:
         instance: _Instance,
         kept: Sequence[ir.Value],
     ) -> list[ir.Value]:
-        """Inserts a stage before the first op it replaces; returns the residuals."""
+        """Replaces the values that a stage makes; returns the stage's residuals."""
         stage = one.stages[number]
         reads = [*(instance[op].operands[index] for op, index in stage.reads), *kept]
         types = tuple(aval_of(value.type) for value in reads)
@@ -244,7 +245,6 @@ class Replacer:
 
 
 def _is_behind(op: ir.Operation, other: ir.Operation) -> bool:
-    """True if `op` comes after `other` in the same block."""
     one, first = op.operation, other.operation
     return one.block == first.block and first.is_before_in_block(one)
 
@@ -300,7 +300,7 @@ def aval_of(kind: ir.Type) -> jax.ShapeDtypeStruct:
 
 
 def erase_unread(module: ir.Module) -> None:
-    """Removes ops without effects whose results nothing reads, except loops."""
+    """Removes pure ops of main whose results nothing reads; not loops, branches."""
     for op in reversed(shardy.program_ops(shardy.main_function(module))):
         is_pure = op.name.startswith(("stablehlo.", "chlo.", _CONSTRAINT))
         if not is_pure or op.name.endswith(_STAY) or op.name in shardy.REGION_OPS:
@@ -324,7 +324,7 @@ def rewrite_scatters(module: ir.Module) -> int:
     """Rewrites scatters of a normalised module that are slow on GPUs, in place.
 
     Returns:
-        The number of scatters whose 16-bit sums are in float32 now.
+        The number of scatters that sum in float32 now; selects do not count.
     """
     function = shardy.main_function(module)
     tables = {tuple(one.type.shape) for one in shardy.main_block(module).arguments}
@@ -337,16 +337,10 @@ def rewrite_scatters(module: ir.Module) -> int:
 def add_up_in_float32(op: ir.Operation, tables: Collection[tuple[int, ...]]) -> bool:
     """Makes a scatter's sum float32 if it may add many 16-bit rows to one row of zeros.
 
-    Rows may be many if there are many more updates than rows in the result, or if the
-    result has an argument's shape: in a table's gradient, tokens repeat. Other scatters
-    stay: tokens that are put back in order rarely meet, and devices would send twice as
-    much.
-
-    Args:
-        tables: shapes of the program's arguments.
-
-    Returns:
-        True if `op` was rewritten.
+    Returns True if it did. Rows may be many if there are over `_MANY` updates for each
+    row of the result, or if the result has a shape in `tables`, those of the program's
+    arguments: in a table's gradient, tokens repeat. Other scatters stay: tokens that
+    are put back in order rarely meet, and devices would send twice as much.
     """
     if str(op.results[0].type.element_type) not in _NARROW:
         return False
@@ -373,7 +367,7 @@ def add_up_in_float32(op: ir.Operation, tables: Collection[tuple[int, ...]]) -> 
 def select_words(op: ir.Operation) -> bool:
     """Replaces a scatter that sets one entry of each row of zeros by a select.
 
-    Returns False for other scatters, which stay.
+    Returns True if it did. Other scatters stay.
     """
     if not _picks_words(op):
         return False
@@ -393,7 +387,6 @@ def select_words(op: ir.Operation) -> bool:
 
 
 def _many_meet(op: ir.Operation) -> bool:
-    """True if a scatter has over `_MANY` updates for each row of its result."""
     updates = op.operands[2].type.shape
     window = prod(updates[dim] for dim in _dims(op).update_window_dims)
     places = prod(op.results[0].type.shape) / max(1, window)
@@ -434,7 +427,7 @@ def _dims(op: ir.Operation) -> stablehlo.ScatterDimensionNumbers:
 
 
 def is_zero(value: ir.Value) -> bool:
-    """True if a value is a constant 0, or broadcast from one."""
+    """True if a value is a constant of zeros only, or broadcast from one."""
     maker = shardy.owner_of(value)
     while maker is not None and maker.name == "stablehlo.broadcast_in_dim":
         maker = shardy.owner_of(maker.operands[0])

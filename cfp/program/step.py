@@ -65,13 +65,13 @@ class FlatStep:
     """A step function seen as a function of its flat array arguments.
 
     Attributes:
-        avals: shape and dtype of each array leaf of the arguments.
+        avals: shape, dtype and weak type of each leaf of the dynamic arguments.
         donated: for each leaf, True if the step may overwrite it.
         arg_names: a path for each leaf, such as ``state/params/dense/kernel``.
         in_tree: the structure of ``(dynamic args, kwargs)``; leaves of modules that are
             no arrays are part of it.
         static: (position or keyword, value) of static arguments.
-        examples: for each leaf the value that measurements use, or None.
+        examples: for each leaf its value if it is a scalar or small mask, else None.
         memory_kinds: for each leaf the kind of its host memory, "" for device memory.
         explicit: for each leaf its sharding on a mesh with explicit axes, or None.
             Tracing may need it; the plan chooses another.
@@ -133,7 +133,7 @@ class FlatStep:
     def leaves_of(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Any] | None:
-        """Like :meth:`flatten`, but faster; None if the call does not fit.
+        """Like :meth:`flatten`, but faster; None if only `flatten` can tell.
 
         Leaves are not checked: they may be other objects than arrays, but not None.
         """
@@ -161,7 +161,7 @@ class FlatStep:
         return None
 
     def changes(self, in_tree: Any, leaves: Sequence[Any]) -> str:
-        """Lists new and missing leaves of a call, or the first other static value."""
+        """Describes new and missing leaves, or the first other value of static data."""
         now, before = tree_unflatten(in_tree, leaves), self._dynamic
         static = {key for key, _ in self.static}
         names = [name for _, name, _ in _named_leaves(self.fn, now, static)]
@@ -177,11 +177,11 @@ class FlatStep:
 
     @property
     def _dynamic(self) -> Any:
-        """The arguments that are not static, of shapes in place of arrays."""
+        """(args, kwargs) without static arguments, with shapes in place of arrays."""
         return tree_unflatten(self.in_tree, self.avals)
 
     def with_donated(self, donated: Sequence[bool]) -> FlatStep:
-        """Returns the step with other donated leaves; it is not traced again."""
+        """Returns the step with other donated leaves, and the same trace if traced."""
         other = replace(self, donated=tuple(donated))
         kept = {name: vars(self)[name] for name in _TRACED if name in vars(self)}
         vars(other).update(kept)
@@ -258,7 +258,7 @@ class FlatStep:
         return []
 
     def _lost(self) -> list[str]:
-        """Returns paths of arrays whose in-place changes are lost."""
+        """Returns paths of arrays whose in-place changes no result depends on."""
         fn: Any = self.fn
         if isinstance(fn, jax.stages.Wrapped):
             # jax.jit changes copies, so that the function inside is examined.
@@ -288,9 +288,9 @@ class FlatStep:
 
     @cached_property
     def traced(self) -> jax.stages.Traced:
-        """`flat_fn` as JAX traced it, the only time that the user's code runs.
+        """`flat_fn` as JAX traced it, once; tracing runs the user's code.
 
-        If it changes modules in place, it may run again, to find lost changes.
+        The code may run again: with explicit axes, or to find lost in-place changes.
 
         Raises:
             StepNotTraceable: JAX cannot trace the function, or in-place changes of
@@ -315,7 +315,7 @@ class FlatStep:
         return traced
 
     def _advice(self, error: Exception) -> str:
-        """Returns what to do about an error of tracing; "" for the user's own."""
+        """Returns what to do about an error of tracing; "" if nothing is known."""
         said, kinds = repr(error), (bool, int, float, complex)
         pairs = zip(self.arg_names, self.examples, strict=True)
         numbers = [name for name, one in pairs if isinstance(one, kinds)]
@@ -363,10 +363,10 @@ def flatten_step(
     """Returns a step as a function of the flat array arguments of one of its calls.
 
     As in ``jax.jit``, arguments are known by position and by name, and static arguments
-    may be left out if they have defaults.
+    may be left out if they have defaults. Weak types: see `typed_as_returned`.
 
     Args:
-        args: arrays, ``jax.ShapeDtypeStruct`` s, or pytrees of them.
+        args: arrays, numbers, ``jax.ShapeDtypeStruct`` s, pytrees of them; or static.
         static_argnums, static_argnames: arguments whose values are part of the program.
         donate_argnums, donate_argnames: arguments whose arrays the step may overwrite.
         precision: see `FlatStep`.
@@ -448,7 +448,7 @@ def _do_the_same(one: FlatStep, other: FlatStep) -> bool:
 
 
 def arguments_of(in_tree: Any) -> Iterator[tuple[range, Any]]:
-    """Yields (indices of its leaves, structure) for each argument of a step."""
+    """Yields (indices of its leaves, structure) for each argument in an `in_tree`."""
     start = 0
     for tree in (one for part in in_tree.children() for one in part.children()):
         yield range(start, start + tree.num_leaves), tree
@@ -460,8 +460,8 @@ def successors(
 ) -> Iterator[tuple[range, int | None, Sequence[Any]]]:
     """Yields (argument's leaves, position of the result that replaces it, its types).
 
-    An argument is replaced by the whole result (position None), or by the first element
-    of the result, that has the argument's structure, shapes and dtypes. Arguments that
+    An argument is replaced by the whole result (position None), or by the first unused
+    element of a result tuple, with equal structure, shapes and dtypes. Arguments that
     none replaces are left out. `state` has (leaves, structure) of arguments.
     """
     results = step.traced.jaxpr.out_avals
@@ -506,7 +506,7 @@ def _named_leaves(
 
 
 def _check_width(dtype: Any, name: str) -> None:
-    """Raises StepNotTraceable for types of less than 8 bits, before JAX 0.11."""
+    """Raises StepNotTraceable for types of less than 8 bits if JAX is below 0.11."""
     key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     narrow = not key and jax.dtypes.itemsize_bits(dtype) < 8
     if narrow and jax.__version_info__ < (0, 11):

@@ -21,7 +21,7 @@ from cfp.plan.plan import Plan
 from cfp.program.fp8 import (
     _SLOWER,
     TAKEN,
-    _has_products,
+    _has_fp8_products,
     _lowered,
     quantize,
 )
@@ -509,7 +509,7 @@ def test_devices_without_fp8_products_get_the_step_as_written(devices):
 )
 def test_gpus_have_fp8_products_since_ada(capability, has):
     device = SimpleNamespace(compute_capability=capability)
-    assert _has_products(SimpleNamespace(devices=np.array([device]))) is has
+    assert _has_fp8_products(SimpleNamespace(devices=np.array([device]))) is has
 
 
 def fp8_plan(tmp_path, precision="fp8:16", over=unrolled, args=None):

@@ -496,7 +496,7 @@ def _stacks(taken: Sequence[_Product]) -> dict[ir.Operation, ir.Operation]:
 
 
 def _write_of(read: ir.Operation) -> ir.Operation | None:
-    """Returns the op that writes what `read` slices; None if others read it, too."""
+    """Returns the op that writes the stack of `read`; None if not for it alone."""
     if read.name != "stablehlo.dynamic_slice":
         return None
     stack: Any = read.operands[0]

@@ -195,7 +195,7 @@ def fetch(leaf: jax.Array, device: Any) -> jax.Array:
     """Gathers a sharded array on one device of this process.
 
     All processes with shards of the array call this, each with its own `jax.Device`.
-    Shards in device memory are joined there; `jax.device_put` would use the host.
+    Shards on a mesh's devices are joined there; `jax.device_put` would use the host.
     """
     mesh = getattr(leaf.sharding, "mesh", None)
     if mesh is not None and not leaf.is_fully_replicated and not memory_kind(leaf):

@@ -101,7 +101,7 @@ class BuildEnvironment:
         return self.folder and self.folder / "executables"
 
     def options(self, platform: str) -> dict[str, str]:
-        """Returns compiler options that name the caches, and makes their folder."""
+        """Returns options that name the caches, and makes them; {} except for GPUs."""
         if self.folder is None or platform not in GPU_PLATFORMS:
             return {}
         tuned = self.folder / "autotune"
@@ -114,7 +114,7 @@ class Built(CompiledBytes):
     """A compiled program, with its memory and collectives.
 
     Attributes:
-      compiled: function of flat arrays; None if a child process compiled it.
+      compiled: function of flat arrays; None if only a record of it is known.
       shared: number of the build in other processes; None with one process.
       collectives: collectives of one run.
       build_seconds: time of tracing, lowering and compiling.

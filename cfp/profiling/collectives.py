@@ -81,7 +81,7 @@ class Rates:
       memory_bytes_per_ms: bytes read plus written by one device while all are busy.
       combined_bytes: largest size of a collective that the compiler combines from
         independent ones; 0 to count without combining.
-      launch_ms: least time of a matrix product.
+      launch_ms: least time of one kernel, which `matmul_ms` does not add.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -143,7 +143,7 @@ class Rates:
         Between measured sizes, the logarithm of the time is interpolated over the
         logarithm of the size. Below the smallest, the time is constant (latency); above
         the largest, it grows in proportion. If a group was not measured as a whole (two
-        axes of three), times of its single axes are added.
+        axes of three), times of its single axes are added. A group of one takes none.
 
         Args:
           kind: HLO's name: "all-reduce", "all-gather", ...
@@ -175,8 +175,8 @@ class Rates:
     ) -> float:
         """Computes the time, ms, of each of `count` equal, independent collectives.
 
-        The compiler combines them, so that they share latencies. Other arguments are
-        those of `collective_ms`.
+        The compiler combines those of `COMBINED_KINDS` below `combined_bytes`, which
+        share latencies. Other arguments are those of `collective_ms`.
         """
         whole = self.collective_ms(kind, axes, size)
         if kind not in COMBINED_KINDS or size >= self.combined_bytes:
@@ -535,7 +535,8 @@ def measure_rates(
 ) -> Rates:
     """Measures rates of a mesh: collectives over each axis and all, and compute.
 
-    Takes a few seconds; no time if the store has them already.
+    Takes a few seconds; no time if the store has them already. Rates of failed probes
+    are those of `Rates.default`.
 
     Raises:
       CfpError: all probes failed.
@@ -595,7 +596,6 @@ def _probes_by_key(mesh: Mesh) -> tuple[Mesh, dict[ProfileKey, RateProbe]]:
 
 
 def _sizes(mesh: Mesh) -> ProbeSizes:
-    """Sizes of the probes for a mesh's platform."""
     is_large = mesh.devices.flat[0].platform in (*GPU_PLATFORMS, "tpu")
     return LARGE if is_large else SMALL
 

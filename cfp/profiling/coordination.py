@@ -171,7 +171,7 @@ class Coordination:
         self.hosts, self.least_bytes = hosts, min(sizes)
 
     def order(self, said: Said) -> Callable[[int], None]:
-        """Returns a function to send followers numbers of executions; the last is 0."""
+        """Returns a function that sends followers a number of executions; 0 ends."""
         steps = itertools.count()
         return lambda times: self._put(f"{said.number}/order/{next(steps)}", times)
 

@@ -45,7 +45,7 @@ def follow(talk: Coordination, make: Trace, environment: BuildEnvironment) -> An
         talk.answer(number, program.fingerprint)
 
     def build(number: int, fingerprint: str, mesh: Mesh, task: Task) -> None:
-        """Builds a task in a thread; answers with a failure's reason, or None."""
+        """Builds a task in a thread; answers with a failure's (status, reason)."""
 
         def build_here_and_answer() -> Built | ProfileRecord:
             try:

@@ -258,7 +258,7 @@ class Module:
 
 
 def modules_in(hlo_text: str) -> Iterator[Module]:
-    """Yields the modules of a text; lines without a module become one without name."""
+    """Yields lines before the first module as one, perhaps empty; then each module."""
     for text in re.split(r"^(?=HloModule )", hlo_text, flags=re.MULTILINE):
         module = Module(computations={"": []})
         current, inside = module.computations[""], False
@@ -371,7 +371,7 @@ def compile_right(
         The compiled program and its HLO text.
 
     Raises:
-        CfpError: also the second program reads an overwritten value.
+        CfpError: also the second program may read an overwritten value.
     """
     compiled = lowered.compile(compiler_options=dict(options) or None)
     text = compiled.as_text() or ""
@@ -476,7 +476,7 @@ class _Computation:
         }
 
     def value(self, of: str, path: _Path = ()) -> _Value:
-        """Returns the value that first had a result's memory, without a write since."""
+        """Returns the value whose memory a result has, by ops that only pass it on."""
         at: _Value = of, path
         if at not in self._values:
             source = self._source(*at)

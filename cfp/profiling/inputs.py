@@ -49,7 +49,7 @@ _SAME = {
 
 
 def counts(program: Program, ops: tuple[int, ...]) -> dict[int, int]:
-    """Returns {value that becomes indices: fewest rows of a tensor indexed by it}."""
+    """Returns {value: fewest rows} of values that index, or are compared to an iota."""
     found: dict[int, int] = {}
     for op_id in program.with_bodies(ops):
         for value, count in _picks(program, program.ops[op_id]):

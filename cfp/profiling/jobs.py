@@ -81,7 +81,7 @@ class Measurer:
         return time.monotonic() > self.end
 
     def look_up(self, jobs: Iterable[Job]) -> dict[str, ProfileRecord]:
-        """Returns the store's records by key, except failures to try again."""
+        """Returns the store's records by key; if `measure`, no failures to retry."""
         known = self.store.get_many({job.key.digest for job in jobs})
         retries = self.options.retries if self.measure else lambda _: False
         found = {d: one for d, one in known.items() if not retries(one)}
@@ -148,8 +148,8 @@ def run_jobs(
       jobs: jobs to measure; of jobs with one key the first counts.
       program: name of the jobs' program, for messages.
       is_late: True after the deadline: no further job begins.
-      open_links: called with the first built job, in its thread, during other builds:
-        the first run on devices may take seconds to begin.
+      open_links: called with the first new job and its program, in its thread, during
+        other builds: the first run on devices may take seconds to begin.
 
     Returns:
       ``{key: record}`` in the order of the jobs, failures included. Jobs that the
@@ -228,7 +228,6 @@ def build_all(
 
 
 def _batch(threads: int, jobs: int) -> int:
-    """Returns the number of programs in a batch of builds."""
     if threads == 1:
         return 1
     batches = math.ceil(jobs / (_BUILT_BY_EACH_THREAD * threads))

@@ -347,8 +347,9 @@ def execute(
 ) -> ProfileRecord:
     """Times a compiled program, in all processes with devices of the mesh.
 
+    Returns the record of a failure if memory is short or the program crashes.
+
     Args:
-      kinds: kinds of the inputs to make.
       feedback: (input position, output position): the donated input, and the output
         that is the next execution's input.
     """

@@ -72,7 +72,7 @@ class ProfileStore:
             self._connection = None
 
     def alone(self, keys: Iterable[str]) -> AbstractContextManager[bool]:
-        """Context that locks the measuring of keys; yields False if it is locked."""
+        """Context that locks the measuring of keys; yields False if another has it."""
         # One lock for each first letter of keys is enough: clashes are rare.
         name = f"{self.path.name}.measuring-{min(keys)[0]}"
         return locked(self.path.with_name(name), waits=False)
@@ -315,7 +315,7 @@ def _read_line(line: bytes) -> ProfileRecord:
 
 
 def _refused_choice(text: str) -> str | None:
-    """Returns the reason to refuse a stored choice with compiler options, or None."""
+    """Returns why a record's choice is unreadable or has harmful options, or None."""
     if not text:
         return None
     try:

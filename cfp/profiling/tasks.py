@@ -62,8 +62,8 @@ class Progress:
       best_ms: the smallest time among good records; infinity before the first.
       label: label of the event's task; "" before the first.
       phase: "look up" after the store's answer; "build" while a task's build is
-        awaited; "run" when it starts to run; "wait" if another process with the same
-        store has all remaining tasks; "done" when it has its record.
+        awaited; "run" when it starts to run; "wait" while another process measures
+        for the same store; "done" when it has its record.
       elapsed_seconds: time since the beginning.
       awaited: number of unfinished builds; 0 if unknown.
       awaited_seconds: time of waiting for the task's build.
@@ -374,7 +374,7 @@ class InFlight:
                 _write(connection, self._owner, digest, one)
 
     def _watch(self) -> None:
-        """Marks operations as overdue; nothing in this process can end them."""
+        """Marks operations as overdue, until the context ends."""
         looked = time.monotonic()
         while not self._closed.wait(_WATCH_SECONDS):
             now = time.monotonic()

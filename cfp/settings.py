@@ -154,7 +154,7 @@ class PlatformDefaults:
         first_options: named sets that all candidates race with if no memory budget is
             given.
         slow_to_tune: by names of kernels, options that turn them off. Segments and
-            candidates have these; the leader also races without each.
+            candidates compile with all of these; the leader also races without each.
         replacing: kernels that may compute parts of a step.
         replacing_for_memory: the kernels that may do so if memory is short.
     """

@@ -115,9 +115,9 @@ def complete_plan(
 def wrong_kernels(
     context: PlanContext, found: FoundPlan
 ) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Compares kernels with the ops they replace; returns names of wrong ones, notes.
+    """Runs kernels and the ops they replace; returns names of wrong kernels, and notes.
 
-    Both are empty for described devices and for a mesh of several processes.
+    Both are empty for described devices, several processes, and without kernels.
     """
     plan, mesh = found.plan, context.mesh
     is_here = isinstance(mesh, Mesh) and len(mesh.local_devices) == mesh.size
@@ -183,7 +183,7 @@ def find_fastest(
 
 
 def facts_of(meshes: Sequence[Mesh], options: PlanOptions) -> dict[str, str]:
-    """Lists settings by name that must be equal in all processes."""
+    """Returns {name: text} of settings that must be equal in all processes."""
     settings = DetailedSettings.of(options.settings)
     shapes = (f"{dict(one.shape)} of {one.device_ids.tolist()}" for one in meshes)
     return {
@@ -424,7 +424,7 @@ class _Planning:
         return dict(zip(found, results, strict=True))
 
     def followed(self, talk: Coordination) -> Fastest:
-        """Compiles and runs what process 0 asks for; returns the plan it made."""
+        """Compiles and runs programs for process 0; returns the plan of process 0."""
         by_name = {one.name: one for one in self.variants}
 
         def trace(name: str, in_host: InHost) -> Program:

@@ -73,7 +73,7 @@ class Answer(NamedTuple):
 
 
 def plan_answer(made: Plan, output: Path | None, *more: str) -> Answer:
-    """Saves a new plan if `output` is given; the answer prints it, and `more` lines."""
+    """Saves a plan if `output` is given; the answer prints it; failed if too large."""
     then = "then run it with cfp run --plan plan.json"
     if "described" in made.environment:
         then = "on its devices, cfp verify plan.json TARGET times it"

@@ -294,7 +294,7 @@ def import_profiles(given: Any) -> None:
 
 
 def measure_curves(given: Any) -> Answer:
-    """Measures rates of collectives along a mesh's axes, if the store has none."""
+    """Measures collectives along a mesh's axes unless stored, and writes --describe."""
     link, describe = given.link, given.describe
     check_writable(describe, "--describe")
     axes = platform.parse_mesh(given.devices, given.mesh)

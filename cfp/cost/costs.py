@@ -340,7 +340,7 @@ class Costs:
         return layout.natural_spec(op, op.results.index(v)), partial
 
     def _reads(self, side: _Side, v: int) -> tuple[Spec, ...]:
-        """Shardings in which a segment or update reads a value, or the first alone."""
+        """Shardings in which a segment reads a value; one if measured or argument."""
         is_all = not self._measured and self.analysis.frame.program.maker(v) is not None
         if is_all and (own := self._own_reads(side, v)):
             return own
@@ -392,8 +392,8 @@ class SegmentEstimate:
             the segment; ``[strategy][strategy]``. A block's pair with itself is for its
             twin alone.
         own_edge_ms: the same without the twin.
-        numbers: ``[block]`` index in ``strategies`` of each strategy; equal if alike.
-        modes: usual storage modes that differ for the segment.
+        numbers: ``[block]`` {strategy: index in ``strategies`` of its sharding}.
+        modes: usual storage modes, without those that equal another here.
     """
 
     segment: Segment

@@ -53,7 +53,7 @@ class BlockTerms:
 
 
 class Terms:
-    """Estimates time terms of one program's blocks on one mesh, from measured rates."""
+    """Estimates time terms of one program's blocks on one mesh, from `rates`."""
 
     def __init__(self, frame: Frame, rates: Rates) -> None:
         self.frame = frame

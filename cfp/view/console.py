@@ -304,7 +304,7 @@ class Display:
 def shown(
     settings: PlannerSettings | None, doing: str, silence: str, quiet: bool
 ) -> Iterator[PlannerSettings]:
-    """Yields settings with a progress display; unchanged if quiet or with a callback.
+    """Yields settings that show progress; unchanged if quiet, or with own `progress`.
 
     Args:
         doing, silence: the work, and how to silence progress, for a log's first line.

@@ -128,7 +128,7 @@ def _chosen_among(plan: Plan) -> Values:
 
 
 def _gains(is_measured: bool) -> Callable[[Plan], Values]:
-    """Returns a function that lists gains, either those measured or the predicted."""
+    """Returns a function that lists gains: measured ones, or (False) predicted ones."""
 
     def values(plan: Plan) -> Values:
         parts = []
@@ -209,7 +209,7 @@ def _crossing(plan: Plan) -> Values:
 
 
 def _undivided(plan: Plan) -> Values:
-    """Returns (devices, batch) if a described mesh does not divide the batch."""
+    """Returns (devices, batch) if a described mesh does not divide it; else ()."""
     devices = prod(n for _, n in plan.mesh_axes)
     batch = round(plan.search.get("batch_samples") or 0)
     is_left = "described" in plan.environment and batch % devices

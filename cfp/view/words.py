@@ -180,7 +180,7 @@ def _predicted_how(plan: Plan) -> str:
 
 
 def known_how(plan: Plan) -> str:
-    """Returns the source of strategies' times: "estimated" or "measured"."""
+    """Returns "estimated" or "measured", how a plan's strategies got their times."""
     estimated = {"strategies_estimated", WAS_DESCRIBED} & plan.search.keys()
     return "estimated" if estimated else "measured"
 

@@ -70,11 +70,11 @@ def named_candidates(
 
 
 def variants(one: Candidate, rules: PlatformDefaults) -> list[Candidate]:
-    """Returns variants of a race's leader, each with another name.
+    """Returns variants of a race's leader, named by what differs.
 
-    The first lacks `rules.first_options`, if the leader has them. Others add a set of
-    `rules.compiler_options` to it; or lack one of `rules.slow_to_tune`; or, of a
-    preset, have another constraint level.
+    The first is the leader, without `rules.first_options`. Others add a set of
+    `rules.compiler_options` to it; or are the leader without one of
+    `rules.slow_to_tune`; or, if it is a preset, with another constraint level.
     """
     plain = one
     for name, chosen in rules.first_options.items():
@@ -397,7 +397,7 @@ class RaceOutcome:
 
     @property
     def raced(self) -> tuple[tuple[Candidate, float], ...]:
-        """(candidate, ms) of candidates that ran and fit; empty without a winner."""
+        """(candidate, ms) of candidates that ran and fit; empty without a race."""
         if self.time_ms is None:
             return ()
         return tuple((one.candidate, one.time_ms) for one in self.results if one.ran)

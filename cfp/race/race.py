@@ -4,7 +4,7 @@ Candidates are presets and the best choices by each prediction, both from
 :mod:`cfp.passes`. The order of the race:
 
 candidates  named, at constraint levels             :mod:`cfp.race.programs`
-remembered  compiled before and known to fit        :mod:`cfp.race.compile`
+remembered  a choice that an earlier run compiled   :mod:`cfp.race.compile`
 admission   compiled until enough fit               :mod:`cfp.race.admission`
 turns       timed in turn                           :mod:`cfp.race.turns`
 again       the leader with other compiler options, and near candidates
@@ -300,7 +300,7 @@ class Race:
         keep_answer(asked, self.context.store, answer)
 
     def estimated_rows(self, results: Sequence[RaceResult] = ()) -> dict[str, RaceRow]:
-        """Returns {name: row} of candidates and `results`; {} where times decide."""
+        """Returns {name: row} of candidates and results if estimates decide, or {}."""
         if not self.context.defaults.estimates:
             return {}
         problem, most = self.solution.problem, self.context.budget_bytes

@@ -535,7 +535,7 @@ def needed_bytes(planned: CompiledStep, reference: CompiledStep) -> int:
     """Bytes per device for the larger program; 0 if unknown.
 
     The programs run in turn. The reference's arguments and results are then in host
-    memory, or stay on the devices if several processes hold them.
+    memory. If several processes hold them, they stay on the devices, and count.
     """
     sizes = [compiled_bytes(step.compiled) for step in (planned, reference)]
     shardings = (*reference.in_shardings, *reference.out_shardings)

@@ -185,7 +185,7 @@ def _worst(
         is_nan = jnp.isnan(true)
         other = jnp.where(is_nan & jnp.isnan(other), 0, other)
         true, own = (jnp.where(is_nan, 0, x) for x in (true, own))
-        size, error, off = map(_lengths, (true, own - true, other - true))
+        size, error, off = map(_row_norms, (true, own - true, other - true))
         kernel = _ROUNDINGS * rounding * jnp.maximum(size, _usual(size))
         row = error + _usual(error) + kernel
         found.append(jnp.max(off / (2 * row + 1e-30)))
@@ -195,8 +195,7 @@ def _worst(
     return jnp.max(jnp.stack(found))
 
 
-def _lengths(x: jax.Array) -> jax.Array:
-    """L2 norms over the last dim, flattened."""
+def _row_norms(x: jax.Array) -> jax.Array:
     return jnp.linalg.norm(x.astype(jnp.float32).reshape(-1, x.shape[-1]), axis=-1)
 
 

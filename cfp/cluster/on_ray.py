@@ -168,10 +168,9 @@ def plan_on_ray(
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[Any]:
-    """Context manager: `ray`, connected to `address` ("local": new) unless it is.
+    """Context manager: gives `ray`, connected to `address` unless it already is.
 
-    Raises:
-        CfpError: Ray is not installed, or there is no cluster.
+    "local" starts a cluster. Raises CfpError if Ray or the cluster is missing.
     """
     if importlib.util.find_spec("ray") is None:
         raise CfpError(

@@ -237,7 +237,7 @@ def _pads_keys(problem: AttentionProblem, strategy: AttentionStrategy) -> bool:
 
 
 def _local(problem: AttentionProblem, strategy: AttentionStrategy) -> AttentionProblem:
-    """The part of a problem that one device computes at once, padding included."""
+    """One device's part of a problem, padding included, with one ring step's keys."""
     fit = _fit(problem, strategy)
     parts = strategy.parts(HEADS, ULYSSES)
     return replace(

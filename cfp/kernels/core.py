@@ -127,7 +127,7 @@ class Steps:
         return tuple(found)
 
     def _give(self, node: Node, places: _Places) -> int:
-        """Adds a step by its result; returns its number. Unites dims of all readers."""
+        """Registers a step, its dims united with other readers'; returns its number."""
         self._nodes[number := self.values.number(node)] = node
         known = self._places.setdefault(number, places)
         for one, other in zip(known, places, strict=True):
@@ -135,7 +135,7 @@ class Steps:
         return number
 
     def _letters(self, places: _Places, other: str = "") -> Letters:
-        """Letters of numbered dims; dims without get `other`, or raise Different."""
+        """Letters of numbered dims, `other` if scores lack one; may raise Different."""
         same, names = self._same, self._names
         found = [names.get(same.find(x), other) if x else "" for x in places]
         if len({*found} - {""}) < sum(map(bool, places)):
@@ -230,7 +230,7 @@ class Steps:
         return Step(op, tuple(args), letters, sums)
 
     def _key(self, read: _Reader) -> Key:
-        """Key (number, letters) of a contraction's operand or a side, registered."""
+        """Key (number, letters) of a contraction's operand, or a side, registered."""
         op, index, node, places = read
         if op.kind == "dot_general":
             return self._root(node, self._tensor(op, index, places))
@@ -283,7 +283,7 @@ class Steps:
     def _before(
         self, op: Op, letters: Letters, views: frozenset[str]
     ) -> Letters | None:
-        """Letters of a view's operand; None for other ops."""
+        """Letters of a view's operand; None for other ops, or merged or split dims."""
         if op.kind not in views or op.rule is None:
             return None
         dtypes = {self.program.values[v].dtype for v in (*op.operands, *op.results)}

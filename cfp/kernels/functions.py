@@ -101,11 +101,7 @@ class Way:
 
     @classmethod
     def read(cls, how: Sequence[str]) -> Way:
-        """Reads the record `how`.
-
-        Raises:
-            PlanMismatch: an implementation or a role is unknown.
-        """
+        """Reads words of `how`; raises PlanMismatch if a name is unknown."""
         implementation, *words = how
         roles = tuple((w.rpartition("=")[0], w.rpartition("=")[2]) for w in words)
         if implementation not in KERNELS or any(role not in ROLES for _, role in roles):
@@ -215,7 +211,7 @@ class AttentionFunctions:
     def _sides(
         self, shapes: Sequence[Shaped], rest: Sequence[Array], sizes: Mapping[str, int]
     ) -> dict[str, Array]:
-        """Masks, biases and lengths, by kind, in the dims that kernels take."""
+        """Lengths, bias, all masks as one (True: visible) by kind, in kernels' dims."""
         meaning = self.meaning
         batch, tokens, heads, _ = self._orders["q"]
         own = {a for side in meaning.sides for a in side.letters}

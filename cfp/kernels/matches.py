@@ -93,10 +93,9 @@ class Span:
 
 
 def usual(platform: str, for_memory: bool) -> tuple[str, ...]:
-    """Names of the kernels that plans use by default, preferred first.
+    """Names of default kernels, the preferred first.
 
-    Args:
-        for_memory: True includes kernels that only save memory.
+    `for_memory` adds kernels that only save memory.
     """
     # decisions.md, "Kernels that compute the same are taken without being asked for".
     fast = ("cudnn",) if platform in ("gpu", "cuda", "rocm") else ()
@@ -168,7 +167,6 @@ def _match(region: Region) -> Match:
 def _problem(
     program: Program, passes: Sequence[Proved], sizes: Mapping[str, int]
 ) -> AttentionProblem:
-    """The problem that kernels have to compute for proved passes."""
     first, every = passes[0], [one.meaning for one in passes]
     meaning, reads = first.meaning, first.core.reads
     batch = [x for x in sizes if x[0] == "b" and x != meaning.heads]

@@ -327,7 +327,7 @@ class AttentionStrategy:
 
     @classmethod
     def of(cls, given: Given, sizes: AxisSizes) -> AttentionStrategy:
-        """Makes a strategy from {axis: role}, None (no roles), or one axis's role.
+        """Makes a strategy from {axis: role}, None (no roles), or the only axis's role.
 
         Raises:
           CfpError: an axis or a role is unknown, or a lone role has several axes.
@@ -378,7 +378,7 @@ class AttentionStrategy:
 
     @property
     def token_multiple(self) -> int:
-        """Number of which token counts, after padding, are multiples."""
+        """Divisor of the number of tokens, after padding."""
         return self.parts(*_SPREAD, ULYSSES) * (2 if self.zigzag else 1)
 
     def filled(self, tokens: int) -> int:

@@ -509,7 +509,7 @@ class Reader:
         return x.reshape(-1, *x.shape[-2:])
 
     def _is_causal(self, v: int, letters: Letters, shows: bool) -> bool:
-        """True for a comparison of positions, `shows` at visible keys, that is causal.
+        """True if a comparison, equal to `shows` at visible keys, is a causal mask.
 
         Along rising numbers a comparison changes once. So two keys of each query decide
         it: its own must be visible, and the next hidden.

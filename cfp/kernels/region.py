@@ -71,7 +71,7 @@ class Values:
         return self.same(v) in self._leaves
 
     def array(self, v: int, given: Mapping[int, np.ndarray] = _NOTHING) -> np.ndarray:
-        """A constant's array, size 1 along dims that it repeats; or NotConstant."""
+        """A constant's array, size 1 along dims of equal numbers; or NotConstant."""
         return self._constants.value(v, self.same, given)
 
     def number_of_constant(self, v: int) -> float | None:
@@ -221,7 +221,7 @@ class Values:
         return update if stack == entry and fits and is_next else None
 
     def _index(self, number: int, count: int) -> int:
-        """Number of the index that is index `number`, clamped to `count` places."""
+        """Number of the value of index `number` after clamping to `count` places."""
         key = ("index", number, count)
         if number in self._held and self._held[number] == count:
             return number
@@ -437,7 +437,7 @@ def scores_of(values: Values, exponential: Op) -> Op | None:
 
 
 def has_dropout(region: Region) -> bool:
-    """True if an op between contractions reads random numbers."""
+    """True if an op between contractions depends on random numbers."""
     program, values = region.program, region.values
 
     def before(v: int) -> Iterable[int]:

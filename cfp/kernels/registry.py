@@ -28,7 +28,7 @@ from cfp.kernels import chunked, cudnn, plain
 
 
 class ScoreMemory(StrEnum):
-    """Place of a kernel's scores: the chip, memory by chunks, or memory as a whole."""
+    """Place of a kernel's scores: the chip, memory by chunks, or all in memory."""
 
     TILES = "tiles"  # On the chip.
     CHUNKS = "chunks"  # In memory, a chunk of queries by a chunk of keys.

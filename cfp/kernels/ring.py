@@ -274,7 +274,10 @@ class Pieces:
         keys: Rows | None = None,
         always: bool = False,
     ) -> Piece:
-        """A piece whose mask has positions; computed if a query may see a key."""
+        """A piece whose mask has positions.
+
+        It is computed `always`, or `when`, by default if a query may see a key.
+        """
         ring = self.ring
         queries, keys = queries or Rows(None, self.queries), keys or self._all_keys
         if ring.in_one:

@@ -70,13 +70,13 @@ def sharded_by(
 def attending_by(kernel: AttentionKernel) -> contextlib.AbstractContextManager[None]:
     """Context manager: models traced inside it attend by kernel(q, k, v, causal).
 
-    It must scale scores by head_dim ** -0.5, and accept keys with fewer heads than q.
+    The kernel scales scores by head_dim ** -0.5, and takes fewer heads of k and v.
     """
     return _set(_kernel, kernel)
 
 
 def constrain(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
-    """Constrains an activation by the rules of `sharded_by`, if any are active."""
+    """Constrains an activation by the rules of `sharded_by`, if these apply to it."""
     mesh, rules, only = _rules.get() or (None, {}, ())
     if mesh is None or (only and names not in only):
         return x
@@ -85,7 +85,7 @@ def constrain(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
 
 
 def mesh_spec(names: PartitionSpec, rules: Rules) -> PartitionSpec:
-    """Maps logical names to mesh axes; a dim whose axis is already used stays whole."""
+    """Maps logical names to mesh axes. Names without a rule or free axis give None."""
     used: set[str] = set()
     found: list[Axes] = []
     for name in names:
@@ -325,7 +325,7 @@ def make_train_step(apply: Apply, optimizer: Any, microbatches: int = 1) -> Trai
     def train_step(
         state: TrainState, batch: Batch
     ) -> tuple[TrainState, dict[str, Any]]:
-        """One update; the batch's tokens and labels are [batch, seq] int32."""
+        """One step, by tokens and labels [batch, seq]; metrics: loss, cross_entropy."""
         whole = accumulate if microbatches > 1 else gradient
         (loss, entropy), grads = whole(state.params, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

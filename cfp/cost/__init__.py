@@ -1,1 +1,1 @@
-"""Estimates of a choice's time and memory; described devices; compiling for them."""
+"""Estimates of a choice's time and memory; devices described for planning."""

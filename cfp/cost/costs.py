@@ -64,12 +64,12 @@ class SegmentChoice:
 
     @property
     def plain(self) -> SegmentChoice:
-        """This choice without rematerialization."""
+        """This choice without rematerialization; its kernels stay."""
         return replace(self, remat=False) if self.remat else self
 
     @property
     def as_written(self) -> SegmentChoice:
-        """This choice with the step's own ops in place of kernels."""
+        """This choice without kernels; its rematerialization stays."""
         return replace(self, kernels=AS_WRITTEN) if self.kernels else self
 
 
@@ -283,7 +283,7 @@ class Costs:
         ahead, back = passing.get((left, right), ()), passing.get((right, left), ())
 
         def laid_out(index: int, of: Iterable[SegmentChoice]) -> list[_Side]:
-            """The side of each choice; the same if passing values are sharded alike."""
+            """Lists (layout, blocks); equal if passing values are sharded alike."""
             blocks, first = self.analysis.segments[index].blocks, {}
             every = ((self._laid_out(index, o.plain.as_written), blocks) for o in of)
             return [first.setdefault(self._ends(o, (*ahead, *back)), o) for o in every]
@@ -340,7 +340,7 @@ class Costs:
         return layout.natural_spec(op, op.results.index(v)), partial
 
     def _reads(self, side: _Side, v: int) -> tuple[Spec, ...]:
-        """Shardings in which a segment reads a value; one if measured or argument."""
+        """Shardings in which a segment reads a value; at most one if measured."""
         is_all = not self._measured and self.analysis.frame.program.maker(v) is not None
         if is_all and (own := self._own_reads(side, v)):
             return own

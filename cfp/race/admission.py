@@ -293,7 +293,6 @@ class _Admission:
         self.limit(ways[len(made) :])
 
     def leave(self, *, is_late: bool) -> None:
-        """Skips the rest of the queue, with reasons."""
         rest, near = [ways[0] for ways in self.queue], list[Candidate]()
         if is_late and not self.fitting:
             near = rest
@@ -331,7 +330,7 @@ def compile_until_enough_fit(
             tighter limits are tried beside the loosest.
         is_over: True after the deadline.
     """
-    # The plan, and candidates known to fit, are queued without a check of memory.
+    # The plan, and remembered candidates, are queued without a check of memory.
     exempt = {*known, *(one.key for one in candidates[:1])}
     most = memory.budget_bytes if memory is not None else inf
     too_large = {key for key, size in compiled.items() if size.peak_bytes > most}

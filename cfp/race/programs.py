@@ -218,6 +218,7 @@ class RaceProgram:
 
     @property
     def name(self) -> str:
+        """Name in a plan's table of candidates."""
         return self.candidate.name
 
     @property

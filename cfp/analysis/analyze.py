@@ -67,8 +67,8 @@ class Analysis:
     def representatives(self) -> tuple[int, ...]:
         """Indices of the measured segments, one for each kind, in order of kinds.
 
-        Of three or more segments the second is measured, since the first and the last
-        of a stack have other neighbours than the rest; otherwise the first.
+        The second of a kind with three or more, since the first and the last of a stack
+        have other neighbours than the rest; otherwise the first.
         """
         found: dict[int, list[int]] = {}
         for segment in self.segments:
@@ -218,10 +218,10 @@ def _nearest(
 
 
 def update_blocks(frame: Frame) -> set[int]:
-    """Returns indices of blocks in the optimizer's update.
+    """Returns indices of blocks in the optimizer's update that hold no product.
 
     No product reads their results, and the returned state depends on them. They read
-    gradients, or combine gradients with values of the state alone (a weight's norm).
+    gradients, or values of the state alone (a weight's norm) to combine with these.
     """
     program, flow = frame.program, Flow(frame.program)
     ops = program.ops
@@ -262,7 +262,7 @@ def resolve_pins(
 
     A pattern is an argument's path, a path's end after a ``/``, or a glob of either:
     ``state/params/*/kernel``. NNX's ``/value`` at the end may be left out. A whole path
-    matches that argument alone. If several patterns match, the last wins.
+    matches that argument alone. The last match wins. A string is the first dim's axis.
 
     Raises:
         CfpError: a pattern matches no argument, or its sharding does not fit one.
@@ -284,7 +284,7 @@ def resolve_pins(
 
 
 def _like(name: str, pattern: str) -> str:
-    """A path's end, as long as a glob, with its wildcards; the path without any."""
+    """Suggests a path; for a glob, the path's last parts with the glob's wildcards."""
     parts = pattern.split("/")
     ends = name.removesuffix("/value").split("/")[-len(parts) :]
     if "*" not in pattern or len(ends) < len(parts):
@@ -335,7 +335,7 @@ HostState = Mapping[tuple[int, int], int]
 
 
 def movable_state(frame: Frame) -> HostState:
-    """Returns {(argument position, index of its output): whole bytes} of state.
+    """Returns {(argument position, index of its output): bytes of the whole array}.
 
     Only its update reads such state. It has 1 MiB or more; the largest is first. State
     that is returned unchanged, or is in host memory already, is left out.
@@ -396,8 +396,7 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
         ``devices_by_hand``: most devices of a region that the user sharded by hand;
         ``batch_samples``: samples of the batch;
         ``batch_tokens``: table rows that the batch looks up, if more than samples;
-        ``uncounted_loops``: number of loops with products and of unknown length. One
-        iteration of each counts.
+        ``uncounted_loops``: number of `uncounted_loops`; one iteration of each counts.
     """
     program = frame.program
     flops = program_flops(program) - rematerialized_flops(program, frame.blocks)
@@ -476,8 +475,8 @@ def _looked_up(
 ) -> Iterator[int]:
     """Yields the number of table rows that each lookup takes in one step.
 
-    Only tokens count: integers of two dims or more that look up rows of an argument.
-    Other integers index edges' nodes, places of a sparse array, or labels.
+    `rows` and `tables` are ids of arguments. Only tokens count: integers of two dims or
+    more. Others index edges' nodes, places of a sparse array, or labels.
     """
     values, flow = program.values, Flow(program)
 
@@ -574,7 +573,7 @@ def model_flops(program: Program, op: Op) -> int:
 
 def _group_dims(program: Program, value: int) -> list[int]:
     """Returns a masked operand's dims that count a ragged product's groups, or []."""
-    op, transposes = _behind(program, value, _SAME)
+    op, transposes = _source(program, value, _SAME)
     if op is None or op.kind != "select" or not program.is_leaf(op.operands[2]):
         return []
     mask, copies, _ = op.operands
@@ -601,7 +600,7 @@ def _bound_dims(program: Program, value: int) -> list[int]:
 
 def _fresh_dims(program: Program, value: int) -> list[int]:
     """Returns the dims that a broadcast adds, numbered as in the value; or []."""
-    op, transposes = _behind(program, value, ())
+    op, transposes = _source(program, value, ())
     if op is None or op.kind != "broadcast_in_dim":
         return []
     kept = op.integers("broadcast_dimensions")
@@ -609,10 +608,10 @@ def _fresh_dims(program: Program, value: int) -> list[int]:
     return _transposed([dim for dim in range(rank) if dim not in kept], transposes)
 
 
-def _behind(
+def _source(
     program: Program, value: int, same: Collection[str]
 ) -> tuple[Op | None, list[Op]]:
-    """Skips back over transposes and ops of kinds `same`.
+    """Follows a value upstream through transposes and ops of kinds `same`.
 
     Returns the op before them (None for an argument) and the transposes, last first.
     """
@@ -624,7 +623,7 @@ def _behind(
 
 
 def _transposed(dims: list[int], transposes: list[Op]) -> list[int]:
-    """Returns the dims' places behind the transposes, listed last first."""
+    """Returns the dims' places after the transposes, which are listed last first."""
     for op in reversed(transposes):
         dims = [n for n, dim in enumerate(op.integers("permutation")) if dim in dims]
     return dims

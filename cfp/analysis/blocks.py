@@ -96,7 +96,7 @@ class _Labels:
         )
 
     def _may_hold(self, op: int, block: int) -> bool:
-        """True if a block may take an op: in a loop, one with contractions there."""
+        """False for block -1, or if only others have contractions in the op's loop."""
         held = self.held.get(self.program.top_level(op))
         return block != NONE and (held is None or block in held)
 
@@ -307,7 +307,7 @@ class _Labels:
         block: int,
         labels: list[int],
     ) -> bool:
-        """Moves each candidate whose dims the block has; True if any moved."""
+        """Moves candidates (op ids) to a block with all their dims; True if any."""
         held = [op for op in candidates if self._may_hold(op, block)]
         joined = [*ops[block], *held]
         lacking = self._lacking(joined, self.members[block], held)
@@ -320,7 +320,7 @@ class _Labels:
     def _lacking(
         self, ops: list[int], members: list[Member], asked: list[int]
     ) -> dict[int, tuple[Set[int], bool]]:
-        """Returns {op: (its factors that no member shares, True if one is shared)}."""
+        """Returns {op asked: (factors that no member shares, True if any is)}."""
         classes = DimClasses(
             self.program, ops, tuple(members), self.flow.canonical, axis_size=1
         )
@@ -382,7 +382,7 @@ def find_blocks(
 
     Args:
         update_ops: ids of ops that only update state; they get no block.
-        parameters: positions of arguments that are parameters, for names.
+        parameters: positions of arguments that are parameters, for names and `weight`.
     """
     program = flow.program
     members = find_members(program, numbers)
@@ -406,7 +406,7 @@ def find_blocks(
 def _extra_anchors(
     flow: Flow, labels: list[int], update_ops: Set[int]
 ) -> list[list[Member]]:
-    """Returns members of new blocks: the largest op of each part without a label."""
+    """Returns new blocks' members: the largest op of each large unlabelled part."""
     program = flow.program
     apart = update_ops | program.leaf_ops
     rest = {

@@ -51,7 +51,7 @@ class Member:
 
 
 def is_contraction(op: Op) -> bool:
-    """True if an op sums products over a factor that two operands share.
+    """True for dots, convolutions, and sums over a factor that two operands share.
 
     A custom call counts if it has known FLOPs, from products inside.
     """
@@ -155,7 +155,7 @@ class _Finder:
         return self.numbers.views.get(number, (number, tuple(range(rank))))
 
     def _read(self, op: Op, index: int) -> int:
-        """Returns an operand's value; a scatter's indices as before their clamp."""
+        """Returns an operand's value, before the clamp if it is a scatter's indices."""
         value = op.operands[index]
         before = self.program.maker(value)
         if op.kind == "scatter" and index == 1 and before is not None:
@@ -216,7 +216,8 @@ class _Finder:
     def _fits(self, found: dict[int, int], op: Op, anchor: Op, index: int) -> bool:
         """True if the result has the factors of the anchor's other operand.
 
-        Scatters and convolutions count as True: the sizes of their windows change.
+        Scatters and convolutions always fit, as the sizes of their windows change;
+        `found` gets their factors that match.
         """
         rule, base = op.known_rule, anchor.known_rule
         other = base.operands[1 - index]
@@ -539,7 +540,7 @@ class _Numbering:
                 self.joined[numbers[op.results[0]]] = op
 
     def _piece(self, op: Op) -> int | None:
-        """Returns the number of the concatenated piece that a slice equals, or None."""
+        """Returns the number of a concatenation's operand that a slice is, or None."""
         whole = self.joined.get(self.numbers[op.operands[0]])
         if whole is None:
             return None
@@ -665,7 +666,7 @@ class _Numbering:
 
 
 def _is_opaque(op: Op) -> bool:
-    """True for ``rng``, and for ops without rule or regions that are no constants."""
+    """True for ``rng``, and for ops with neither rule nor regions, except constants."""
     unknown = op.rule is None and op.kind not in _PURE and not op.has_regions
     return op.kind == "rng" or unknown
 

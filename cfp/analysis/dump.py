@@ -155,8 +155,7 @@ def strategy_map(frame: Frame, block: Block) -> Iterator[str]:
 def op_strategies(frame: Frame, block: Block, member: Member) -> list[Strategy]:
     """Returns a contraction's strategies in terms of its own factors.
 
-    A derived contraction (one that follows its block's anchor) chooses no exit for
-    partial sums: its users decide.
+    A derived contraction (of a gradient) has no exit: users of its partial sums decide.
     """
     if not member.derived:
         return block_strategies(frame.program, block, frame.mesh)

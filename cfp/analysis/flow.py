@@ -97,7 +97,7 @@ class Flow:
         return (op.results[place],)
 
     def readers(self, *values: int) -> Iterator[tuple[Op, int]]:
-        """Yields (op, operand index) of readers, also behind loops and barriers."""
+        """Yields (op, operand index) of readers; sees through loops and barriers."""
         for v in self.made_of(values, lambda _: False):
             for user, index in self.program.users[v]:
                 if not passes(op := self.program.ops[user]):
@@ -119,7 +119,7 @@ class Flow:
 
     @cached_property
     def canonical(self) -> dict[int, int]:
-        """Maps values that loops, branches and barriers pass on to one of them each."""
+        """Maps values at loops, branches, barriers to a representative per tensor."""
         parent: dict[int, int] = {}
 
         def find(v: int) -> int:
@@ -236,7 +236,7 @@ _SAME = (
 def block_names(
     flow: Flow, anchors: Sequence[int], parameters: Set[int]
 ) -> tuple[str, ...]:
-    """Returns anchors' names: the scope, or else a parameter's path, or the line."""
+    """Returns anchors' names: scope (and path, if scopes are equal), path or line."""
     ops = [flow.program.ops[anchor] for anchor in anchors]
     scopes = [_scope_of_user(op.scope) for op in ops]
     paths = _shortened([_parameter(flow, op, parameters) for op in ops])
@@ -257,7 +257,7 @@ def block_names(
 
 
 def scope_path(scope: str) -> str:
-    """The user's part of a name stack: ``Net/a`` of ``jit(f)/jvp(Net)/a/dot``."""
+    """A name stack's user part, else its op: ``Net/a`` of ``jit(f)/jvp(Net)/a/dot``."""
     return "/".join(_user_parts(scope)) or _split_scope(scope)[-1]
 
 
@@ -297,7 +297,7 @@ def _line(op: Op) -> str:
 
 
 def _parameter(flow: Flow, op: Op, parameters: Set[int]) -> str:
-    """Returns the path of the parameter that an op reads, or ""."""
+    """Returns the deepest path of the parameters that an op reads, or ""."""
     positions = {value: i for i, value in enumerate(flow.program.args)}
     found = [
         positions[v] for v in (_origin(flow, v) for v in op.operands) if v in positions

@@ -94,10 +94,10 @@ class Frame:
     def stored_specs(
         self, group: StorageGroup, mode: Storage, wanted: Spec | None
     ) -> tuple[Spec, Spec]:
-        """Returns a parameter's shardings: (as blocks use it, as state in this mode).
+        """Returns shardings: (the parameter as blocks use it, state under this mode).
 
-        Args:
-            wanted: sharding in which the first block reads it; None if replicated.
+        SHARDED, INNER and LARGEST store the parameter like the state. A pin replaces
+        `wanted`, the sharding in which the first block reads it; None is replicated.
         """
         first, whole = group.args[0], ((),) * len(group.shape)
         used = even_spec(wanted or whole, group.shape, self.mesh)
@@ -111,7 +111,10 @@ class Frame:
         return used, wide
 
     def effective(self, mode: Storage, groups: Iterable[StorageGroup]) -> Storage:
-        """Returns the first storage mode that stores these groups in the same way."""
+        """Returns the mode, or another that stores these groups in the same way.
+
+        USED replaces OPTIMIZER without updates, SHARDED replaces INNER without `outer`.
+        """
         if mode is Storage.OPTIMIZER and not any(group.has_update for group in groups):
             return Storage.USED
         return Storage.SHARDED if mode is Storage.INNER and not self.outer else mode
@@ -121,9 +124,9 @@ class Layout:
     """The shardings that a choice gives to a program, or to some of its blocks.
 
     Attributes:
-        value_spec: {value id: sharding in which the value is made}. Constants are left
-            to the compiler, and absent.
-        axes: {id of an op with a rule: axes that split each factor}.
+        value_spec: {value id: sharding in which the value is made}, without constants
+            and values that are not laid out: see `spec`.
+        axes: {id of a laid-out op: axes that split each factor}.
     """
 
     def __init__(
@@ -143,7 +146,7 @@ class Layout:
         self._values()
 
     def spec(self, value: int) -> Spec | None:
-        """Returns the sharding in which a value is made; None for constants."""
+        """A value's sharding as made, replicated if not laid out; None: a constant."""
         known = self.value_spec.get(value)
         if known is not None:
             return known
@@ -191,7 +194,7 @@ class Layout:
         return tuple(tuple(a for a in dim if a in names) for dim in spec)
 
     def natural_spec(self, op: Op, index: int) -> Spec | None:
-        """Returns the spec in which an op makes its result; None for constants."""
+        """Returns result `index`'s spec by the op alone; None for constants."""
         if op.id in self.axes:
             return self._op_specs(op)[0][index]
         if op.shardings:
@@ -291,13 +294,13 @@ class Layout:
                 gathered = gathered or spec
         return gathered
 
-    def _carried(self, canonical: int) -> Spec:
-        """Returns a carried value's sharding: its first reader's inside, or as made."""
-        if canonical in self.value_spec:
-            return self.value_spec[canonical]
+    def _carried(self, result: int) -> Spec:
+        """Returns a loop result's sharding: as first read inside, or as yielded."""
+        if result in self.value_spec:
+            return self.value_spec[result]
         program = self.frame.program
-        loop = program.ops[program.values[canonical].producer]
-        place = loop.results.index(canonical)
+        loop = program.ops[program.values[result].producer]
+        place = loop.results.index(result)
         found = None
         if loop.id in program.opened and loop.yields[place] in loop.entries:
             # Sharded state stays sharded, and is gathered in every iteration.
@@ -306,7 +309,7 @@ class Layout:
             found = found or self.read_spec(entry)
         if found is None:
             found = self._made_spec(loop.yields[place])
-        return found or ((),) * len(program.shape(canonical))
+        return found or ((),) * len(program.shape(result))
 
     def _branch_spec(self, result: int) -> Spec:
         """Returns a branch result's sharding: as read, else as stored, else as made."""
@@ -348,7 +351,7 @@ class Layout:
             specs, _, partial = self._op_specs(op)
             for result, natural in zip(op.results, specs, strict=True):
                 if partial:
-                    natural = self._scattered(result, natural, partial)
+                    natural = self._scattered(result, natural)
                 self.value_spec[result] = natural
         for position, spec in self.frame.pins.items():
             self.value_spec[program.args[position]] = spec
@@ -359,20 +362,17 @@ class Layout:
                 if spec is not None:
                     self.value_spec[result] = spec
 
-    def _scattered(self, value: int, natural: Spec, partial: tuple[str, ...]) -> Spec:
-        """Returns a partial sum's spec: its first reader's if that adds axes only."""
+    def _scattered(self, value: int, natural: Spec) -> Spec:
+        """Returns a partial sum's spec: its first reader's, if only axes are added."""
         for user, index in sorted(self.frame.program.users[value]):
             if user not in self.axes:
                 continue
             wanted = self.use_spec(user, index)
             if wanted is None:
                 continue
-            extra = set()
-            for have, want in zip(natural, wanted, strict=True):
-                if want[: len(have)] != have:
-                    return natural
-                extra.update(want[len(have) :])
-            return wanted if extra else natural
+            pairs = zip(natural, wanted, strict=True)
+            adds = all(want[: len(have)] == have for have, want in pairs)
+            return wanted if adds else natural
         return natural
 
 

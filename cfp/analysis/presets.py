@@ -100,7 +100,7 @@ def _is_replicated(frame: Frame, choice: Choice) -> bool:
 def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
     """Returns the choice for one role per mesh axis, and one storage for all state.
 
-    A storage equal to an earlier mode for this state becomes that mode.
+    A storage is replaced as by `Frame.effective`.
     """
     storage = frame.effective(storage, frame.groups)
     axes = zip(frame.mesh, roles, strict=True)
@@ -136,7 +136,7 @@ def named_choices(frame: Frame) -> dict[str, Choice]:
 
 
 def is_known(name: str) -> bool:
-    """True for a preset's name on any mesh, such as ``x=data,y=tensor``; no aliases."""
+    """True for a preset's name on any mesh (``x=data``); no `REPLICATED`, no alias."""
     roles = [
         part.partition("=")[2] for part in name.removesuffix("+sharded").split(",")
     ]

@@ -130,7 +130,7 @@ def _drawn_rows(frame: Frame, dim: int) -> dict[int, int]:
 
 
 def _settled(frame: Frame, role: str, size: int, marks: Mapping[int, Ranks]) -> _Walk:
-    """Walks again with the marks of `carried` and `joining` until none is new."""
+    """Returns a walk repeated with `carried` and `joining` marks until none is new."""
     known: Mapping[int, Ranks] = {}
     while True:
         walk = _Walk(frame, role, size, _together(marks, known))
@@ -178,7 +178,7 @@ class _Walk:
     """One axis's walk through a program, with the dims that it has sharded so far.
 
     Attributes:
-        weight: by value id, True if made of parameters alone.
+        weight: result of `made_of_parameters`.
         computed: values that blocks' anchors make, and all values computed from them.
         choices: the axis's choice in each block.
         marked: {value: its dims that the axis shards}.
@@ -267,7 +267,7 @@ class _Walk:
         return self.marked.get(self.same.get(value, value), _NOTHING)
 
     def _note(self, value: int, ranks: Ranks) -> None:
-        """Marks dims of a value; marks of loop-carried values accumulate (``data``)."""
+        """Marks dims; ``data``, ``expert`` keep a carried value's earlier marks."""
         one = self.same.get(value, value)
         if self.follows_batch and value in self.same:
             ranks = _together({one: self._marks(one)}, {one: ranks})[one]
@@ -511,6 +511,7 @@ def data_arguments(frame: Frame) -> dict[int, int]:
     - If there is still none, untrained state with rows is data: :func:`_rows_of_state`.
 
     The rank is 0 for the first dim that most leaves of an argument have, 1 for others.
+    Scalars and random keys are left out.
     """
     program = frame.program
     root_of = [name.partition("/")[0] for name in program.arg_names]
@@ -605,9 +606,9 @@ def is_key(value: Value) -> bool:
 
 @searched_once
 def made_of_parameters(frame: Frame) -> list[bool]:
-    """Returns a list by value id: True if made of parameters, or of them and scalars.
+    """Returns a list by value id: True if made of state (neither data nor keys).
 
-    Scalars may be unknown before the step runs, such as scales of quantized weights.
+    Scalars of any origin may be mixed in, such as scales of quantized weights.
     """
     program = frame.program
     is_number = [not value.shape for value in program.values]

@@ -229,7 +229,7 @@ class _Cutter:
         return self.known[low, high, False]
 
     def _cut(self, low: int, high: int, inner: bool) -> list[tuple[int, int]]:
-        """Cuts a stretch, `inner` in a repeat; raises KeyError(part) if unknown."""
+        """Cuts a stretch, `inner` in a repeat; KeyError(part) if one is not `known`."""
         if low >= high:
             return []
         ways = [

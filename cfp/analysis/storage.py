@@ -112,7 +112,7 @@ class _Finder:
         self.leads_before, _ = first_downstream(flow, targets, outputs | ends - carried)
 
     def _is_handed_on(self, output: int) -> bool:
-        """True for a new value, made without a gradient, that the step's products read.
+        """True for a value of new state, made without a gradient, that products read.
 
         For example the state of a linear attention, which is no parameter.
         """
@@ -438,7 +438,7 @@ def pair_outputs(flow: Flow) -> tuple[int | None, ...]:
 
 
 def _renews(flow: Flow, arg: int, output: int) -> bool:
-    """True if an output is the argument, or an elementwise update of it."""
+    """True if the output with this index is value `arg`, or elementwise made of it."""
     program = flow.program
     if program.outputs[output] == arg:
         return True
@@ -471,7 +471,7 @@ def spec_ways(spec: Spec, mesh: Mesh) -> int:
 
 
 def even_spec(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> Spec:
-    """Cuts each dim's axes before the first with which they do not divide it."""
+    """Keeps each dim's axes before the first that splits it unevenly."""
     sizes = dict(mesh)
     dims = []
     for size, names in zip(shape, spec, strict=True):
@@ -494,7 +494,7 @@ def extend_spec(
     *,
     largest: bool = False,
 ) -> Spec:
-    """Returns a spec extended by its unused axes, each on the first dim it divides.
+    """Adds a spec's unused axes, each on the first dim that it splits evenly, if any.
 
     Args:
         whole_dims: dims that are not sharded.

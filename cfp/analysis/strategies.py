@@ -243,7 +243,7 @@ class BlockSharding:
 
 
 def split_axes(rule: Rule, mesh: Mesh, splits: Iterable[Iterable[int]]) -> FactorAxes:
-    """Returns the axes of an op's factors; `splits` has each axis's wanted factors."""
+    """Returns the `legal_axes` of factors; `splits` has each axis's wanted factors."""
     wanted: list[list[str]] = [[] for _ in rule.sizes]
     for (name, _), factors in zip(mesh, splits, strict=True):
         for factor in factors:

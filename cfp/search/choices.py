@@ -223,7 +223,7 @@ def leading_presets(
     """Selects presets to measure: the unmixed ones, and the fastest mixed ones.
 
     Args:
-        reach: largest estimated time, as a multiple of the best preset's.
+        reach: largest estimated time of all these, as a multiple of the best preset's.
     """
     total_ms = preset_times(analysis, estimates, presets)
     # A program that only returns its arguments has estimated times of zero.

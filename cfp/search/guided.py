@@ -124,7 +124,7 @@ class Solution:
     Attributes:
         candidates: the best by prediction, then presets and other promising choices.
         unraced: ``{preset that does not race: reason}``.
-        problem: the searched problem; None for a preset by name on real devices.
+        problem: the searched one; None for a preset by name, unless estimates decide.
         counts: counts and seconds of the passes so far.
         rates: rates of the devices (compute, memory, collectives); None if not read.
         named: choices by name of the presets among the candidates, with their kernels
@@ -180,11 +180,10 @@ def expect(
     measured: Sequence[Option],
     candidates: Iterable[SegmentChoice],
 ) -> list[Option]:
-    """Predicts costs of candidates of a kind; measured options return unchanged.
+    """Returns an option for each candidate of a kind, in order, with expected costs.
 
-    Args:
-        estimate: estimated times of the kind's strategies.
-        measured: options of the kind with measured costs.
+    A candidate in `measured`, the kind's measured options, keeps its costs if it is not
+    rematerialized. `estimate` has estimated times of the kind's strategies.
     """
     plain = {o.candidate: o for o in measured if not o.candidate.remat}
     again = [o for o in measured if o.candidate.remat]
@@ -401,7 +400,7 @@ class _Written:
 def _written_twice(
     maker: RequestBuilder, first: Sequence[MeasurementRequest]
 ) -> list[_Written]:
-    """Pairs requests with their kernel variants; each kind's best is the reference."""
+    """Pairs requests with kernel variants; the reference is a kind's best estimate."""
     found = []
     for kind, estimate in enumerate(maker.estimates):
         mine = [item for item in first if item.kind == kind]
@@ -429,7 +428,7 @@ def _needed_as_written(
 ) -> list[MeasurementRequest]:
     """Selects requests without kernels that are to be measured, too.
 
-    If every kernel slows a kind's reference down, all requests of the kind are
+    If every kernel slows a kind's reference down or fails, all others of the kind are
     selected. Otherwise a request is selected only if all of its kernel variants failed.
     A tie selects none: collectives may hide the gain.
     """
@@ -461,7 +460,7 @@ def _needed_as_written(
 def _by_preset(
     maker: RequestBuilder, wanted: Sequence[MeasurementRequest]
 ) -> list[list[MeasurementRequest]]:
-    """Groups requests by preset, the fastest by estimate first; others come second."""
+    """Groups requests: the fastest preset's by estimate, those of none, the others."""
     analysis, presets = maker.costs.analysis, maker.presets
     times_ms = preset_times(analysis, maker.estimates, presets)
     names = sorted(presets, key=times_ms.__getitem__)
@@ -563,7 +562,7 @@ class _Round:
         return expect(costs, kind, estimate, measured, found)
 
     def _propose(self, likely: Sequence[Sequence[Option]], goal_ms: float) -> None:
-        """Requests the solver's picks until no choice takes less than `goal_ms`."""
+        """Requests the solver's picks below `goal_ms` until `ROUND_SIZE` are found."""
         measured, budget_bytes = self.problem.options, self.problem.budget_bytes
         while len(self.found) < ROUND_SIZE:
             options = [
@@ -597,7 +596,7 @@ class _Round:
         return candidate.plain in asked or plain < self.per_kind
 
     def _add(self, kind: int, candidate: SegmentChoice) -> None:
-        """Requests a candidate: its base and kernel variants, then rematerialized."""
+        """Requests an allowed candidate: base, kernel variants, then rematerialized."""
         if not self._may_add(kind, candidate):
             return
         maker, plain = self.maker, candidate.plain

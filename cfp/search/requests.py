@@ -315,7 +315,7 @@ class MeasurementRequest:
         jobs: the jobs of the table, in its order.
         neighbour: (segment index, choice) of the neighbour; None without one.
         reshard_ms: estimated resharding between the two, which the search adds again.
-        base: request of the candidate without rematerialization; None if it has none.
+        base: a rematerialized candidate's request without rematerialization; or None.
     """
 
     kind: int
@@ -373,15 +373,15 @@ class MeasurementRequest:
         return alone_ms + self._more_ms(records) if self._pair(records) else alone_ms
 
     def pair_ms(self, records: Mapping[str, ProfileRecord]) -> float | None:
-        """Returns the time of the pair, ms; None without a pair, or if it failed."""
+        """Returns the time of the pair, ms; None if `_pair` is."""
         pair = self._pair(records)
         return pair[1].time_ms if pair else None
 
     def residual_bytes(self, records: Mapping[str, ProfileRecord], least: int) -> int:
         """Returns the bytes kept from the forward to the backward pass.
 
-        Args:
-            least: bytes that the backward pass reads, by the program.
+        The backward pass reads `least`, by the program. A pair gives that or more. A
+        segment alone gives that, or all its temporaries if these are less.
         """
         alone_bytes = self._alone(records).temp_bytes
         if (pair := self._pair(records)) is None:
@@ -557,7 +557,7 @@ class RequestBuilder:
 
     @cached_property
     def _shares(self) -> list[float]:
-        """``[kind]`` estimated share of the step's time, 0 to 1."""
+        """``[kind]`` share of the step's estimated time in all its segments, 0 to 1."""
         counts = Counter(segment.kind for segment in self.costs.analysis.segments)
         times_ms = [
             counts[kind] * min(c.estimate_ms for c in ranked_candidates(estimate, 1))

@@ -175,7 +175,7 @@ class Assignment:
 
 
 def scale_memory(problem: Problem, factor: float) -> Problem:
-    """Multiplies the residual and temporary bytes of all options by a factor."""
+    """Returns the problem with residual and temporary bytes times a factor."""
 
     def scaled(option: Option) -> Option:
         return replace(

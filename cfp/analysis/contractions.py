@@ -155,7 +155,7 @@ class _Finder:
         return self.numbers.views.get(number, (number, tuple(range(rank))))
 
     def _read(self, op: Op, index: int) -> int:
-        """Returns an operand's value, before the clamp if it is a scatter's indices."""
+        """Returns an operand's value; a scatter's indices before a clamp of its own."""
         value = op.operands[index]
         before = self.program.maker(value)
         if op.kind == "scatter" and index == 1 and before is not None:

@@ -606,7 +606,7 @@ def is_key(value: Value) -> bool:
 
 @searched_once
 def made_of_parameters(frame: Frame) -> list[bool]:
-    """Returns a list by value id: True if made of state (neither data nor keys).
+    """Returns a list by value id: True if made of arguments without data or keys.
 
     Scalars of any origin may be mixed in, such as scales of quantized weights.
     """

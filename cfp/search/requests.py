@@ -373,7 +373,7 @@ class MeasurementRequest:
         return alone_ms + self._more_ms(records) if self._pair(records) else alone_ms
 
     def pair_ms(self, records: Mapping[str, ProfileRecord]) -> float | None:
-        """Returns the time of the pair, ms; None if `_pair` is."""
+        """Returns the pair's time, ms; None without it, or if a job of it failed."""
         pair = self._pair(records)
         return pair[1].time_ms if pair else None
 

@@ -389,9 +389,8 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         *named_candidates(named, context.defaults.levels),
         *(Candidate(f"planned {n}", choice) for n, choice in enumerate(others, 2)),
     ]
-    every, most = presets(analysis.frame), inf
-    if context.memory is not None:
-        most = context.memory.budget_bytes
+    every = presets(analysis.frame)
+    most = context.memory.budget_bytes if context.memory else inf
     unraced = {
         name: TOO_LARGE if costs.least_peak_bytes(every[name]) > most else UNMEASURED
         for name in every

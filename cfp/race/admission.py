@@ -34,7 +34,7 @@ If no program fits, an error names the largest parts of its memory, and remedies
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -57,6 +57,7 @@ from cfp.race.programs import (
     TOO_LARGE,
     TOO_LATE,
     RaceResult,
+    leanest_of,
     with_options,
 )
 from cfp.search.choices import whole_choice
@@ -409,6 +410,7 @@ def no_winner(
     results: Sequence[RaceResult],
     budget_bytes: int | None,
     reserve_bytes: int = 0,
+    problem: Problem | None = None,
 ) -> CfpError:
     """Makes the error for a race without a winner.
 
@@ -418,6 +420,7 @@ def no_winner(
         results: results of candidates that were compiled, or failed.
         budget_bytes: largest memory of a program per device; None without a budget.
         reserve_bytes: the rest of the user's budget, for the allocator.
+        problem: the error names its leanest choice, the same for each budget.
     """
     compiled = [r for r in results if r.peak_bytes]
     failed = [r for r in compiled if r.fits] if compiled else results
@@ -425,14 +428,15 @@ def no_winner(
         reasons = "; ".join(f"{r.name}: {r.reason}" for r in failed)
         reasons = reasons or "No candidate was compiled."
         return CfpError(f"No plan ran on the devices. {reasons}")
-    best = min(compiled, key=lambda r: r.peak_bytes)
+    least = problem and leanest_of(analysis, problem).choice
+    same = [r for r in compiled if r.candidate.choice == least]
+    best = min(same or compiled, key=lambda r: r.peak_bytes)
     needed = best.peak_bytes + reserve_bytes
     most = (budget_bytes or 0) + reserve_bytes
     first = (
-        f"The smallest plan found, {best.name!r}, needs "
-        f"{format_bytes(needed, up=True)} on each device, "
-        f"{format_bytes(needed - most, up=True)} more than the budget of "
-        f"{format_bytes(most)}. Budgets between the two were not searched."
+        f"No plan was found within the budget of {format_bytes(most)} on each device. "
+        f"A budget of {format_bytes(needed, up=True)} is enough for {best.name!r}; "
+        "budgets between the two were not searched."
     )
     size = best.size
     use = {
@@ -489,17 +493,13 @@ def _error(
     choice: Choice,
 ) -> MemoryBudgetError:
     """Makes the error; `use` has {part of memory: bytes}, `first` the first line."""
-    parts = sorted(
-        ((name, size) for name, size in use.items() if size > 0), key=lambda p: -p[1]
-    )
+    parts = [(name, size) for name, size in Counter(use).most_common() if size > 0]
     uses = [
         f"{name} {format_bytes(size)} ({size / needed_bytes:.0%})"
         for name, size in parts
         if size >= _WORTH_NAMING * needed_bytes
     ]
-    lines = [first]
-    if uses:
-        lines.append(f"That memory is for: {', '.join(uses)}.")
+    lines = [first, f"That memory is for: {', '.join(uses)}."]
     large = {name for name, size in parts if size >= _WORTH_A_REMEDY * needed_bytes}
     advice = _advice(analysis, choice, [n for n, _ in parts], large)
     lines.append(f"Raise the budget{advice}")

@@ -569,7 +569,7 @@ def test_a_budget_is_kept_or_refused_with_the_smallest(mesh, cache):
         donate_argnums=(0,),
         cache_dir=cache,
     )
-    with pytest.raises(cfp.MemoryBudgetError, match="smallest plan found") as caught:
+    with pytest.raises(cfp.MemoryBudgetError, match="is enough for") as caught:
         run(memory_budget=1000, settings=QUICK)
     assert "That memory is for: " in str(caught.value)
     # Predictions are off by a few percent; what the error names is not.

@@ -179,11 +179,34 @@ def test_the_budget_that_an_error_names_does(plan, lean_compiler, tmp_path):
     assert named[True] == named[False]
 
 
+def test_each_refused_budget_names_the_same_memory(plan, tmp_path, monkeypatch):
+    """Also a budget at which smaller programs than the leanest are compiled."""
+    choices = []
+
+    def refused(budget):
+        with pytest.raises(cfp.MemoryBudgetError) as caught:
+            plan(budget, race=False, cache_dir=tmp_path / str(budget))
+        return caught.value.smallest_feasible_bytes
+
+    def smaller(program, mesh, job, environment):
+        made = build(program, mesh, job, environment)
+        choices.append(job.choice)
+        less = 8 * (job.choice != choices[0])  # The first is the leanest.
+        return replace(made, temp_bytes=made.temp_bytes - less)
+
+    monkeypatch.setattr(building, "build", smaller)
+    least = refused(1024)
+    assert len(choices) == 1
+    assert refused(least - 16) == least
+    assert len({*choices}) > 1
+    assert plan(least, race=False, cache_dir=tmp_path / "new").peak_bytes <= least
+
+
 def test_a_preset_is_within_the_budget_or_refused_though_none_races(plan):
     free = plan(preset="data_parallel", race=False)
     assert free.peak_bytes is None
     with pytest.raises(
-        cfp.MemoryBudgetError, match=r"smallest plan found, .data_parallel.,"
+        cfp.MemoryBudgetError, match=r"is enough for .data_parallel."
     ) as caught:
         plan(1000, preset="data_parallel", race=False)
     needed = caught.value.smallest_feasible_bytes
@@ -207,7 +230,7 @@ def test_without_a_race_the_compiler_says_what_fits(plan, tmp_path, monkeypatch)
     monkeypatch.setattr(building, "build", swollen)
     monkeypatch.setattr("cfp.race.race.keep_built", lambda *_: None)
     plans = []
-    with pytest.raises(cfp.MemoryBudgetError, match="smallest plan found"):
+    with pytest.raises(cfp.MemoryBudgetError, match="is enough for"):
         while True:
             made = plan("1GiB", cache_dir=tmp_path, per_kind=1, race=False)
             assert 0 < made.peak_bytes <= 2**30
@@ -344,7 +367,7 @@ def test_an_absurd_budget_compiles_only_the_leanest(plan, tmp_path, options):
         plan(1024, progress=compiled.append, **asked)
     events = [str(event).partition(", about")[0] for event in compiled]
     assert [e for e in events if e.startswith("compiling")] == ["compiling 'planned'"]
-    assert str(caught.value).startswith("The smallest plan found, 'planned', needs")
+    assert "is enough for 'planned'; budgets between" in str(caught.value)
     least = caught.value.smallest_feasible_bytes
     assert plan(least, cache_dir=tmp_path).peak_bytes <= least
 

@@ -405,29 +405,29 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
             "The arguments seem to be in another order than the plan's. Pass them in "
             f"the order {', '.join(by_argument(names))}."
         )
+    names = step.arg_names if _may_be_renamed(names, step.arg_names) else names
     found = dict(zip(step.arg_names, own, strict=True))
     planned = dict(zip(names, types, strict=True))
     both = [name for name in names if name in found]
-    missing = [name for name in names if name not in found]
     new = [name for name in step.arg_names if name not in planned]
     differ = {
         name: (planned.get(name, "nothing"), found.get(name, "nothing"))
-        for name in (*both, *missing, *new)
+        for name in (*both, *planned, *new)
         if found.get(name) != planned.get(name)
     }
     lines = [f"  {name}: planned for {a}, got {b}" for name, (a, b) in differ.items()]
     more = ""
     if len(lines) > 5:
-        more = f"\n  and {len(lines) - 5} more; of the plan's {len(planned)} arrays "
-        more += f"{len(both)} {'is' if len(both) == 1 else 'are'} passed"
-        more += f", and {len(new)} others" if new else ""
-    is_batch = all(
-        (a := shape_of(one))
-        and (b := shape_of(other))
-        and (*b[:1], *a[1:]) == b < a
+        more = f"\n  and {len(lines) - 5} more; passed: {len(both)} of the plan's "
+        more += f"{len(planned)} arrays" + f", and {len(new)} others" * bool(new)
+    pairs = [*zip(types, own, strict=False)] if len(types) == len(own) else []
+    changed = [(one, other) for one, other in pairs if one != other]
+    is_batch = bool(changed) and all(
+        (b := shape_of(other))
+        and (*b[:1], *shape_of(one)[1:]) == b < shape_of(one)
         # A type is its dtype, then its shape.
         and one.partition("[")[0] == other.partition("[")[0]
-        for one, other in differ.values()
+        for one, other in changed
     )
     batch = " (pad or drop a smaller last batch)" * is_batch
     raise PlanMismatch(

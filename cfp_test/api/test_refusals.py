@@ -122,6 +122,11 @@ OTHER_STEPS = {
     "another batch": lambda run, plan, folder: plan.compile(
         train_step, W, jax.ShapeDtypeStruct((16, 512), "float32")
     ),
+    "another batch and name": lambda run, plan, folder: plan.compile(
+        lambda w, batch: train_step(w, batch),
+        W,
+        jax.ShapeDtypeStruct((16, 512), "float32"),
+    ),
     "swapped arguments": lambda run, plan, folder: plan.compile(train_step, X, W),
     "another model": lambda run, plan, folder: plan.bind(
         lambda w, x: (w, x),

@@ -173,9 +173,8 @@ def uneven_arguments(layout: Layout) -> tuple[str, ...]:
         lost = [i for i, names in enumerate(wanted) if names != kept[i]]
         if lost:
             over = ",".join(f"{a}={n}" for a, n in sizes if a in wanted[lost[0]])
-            found.append(
-                f"{program.arg_names[position]} ({shape[lost[0]]} over {over})"
-            )
+            name = program.arg_names[position]
+            found.append(f"{name} ({shape[lost[0]]} over {over})")
     return (*found, *_uneven_batch(layout, {name.split(" (")[0] for name in found}))
 
 
@@ -370,12 +369,10 @@ def _bytes(program: Program, op: Op, values: Iterable[int]) -> int:
 def _is_whole(layout: Layout, loop: Op) -> bool:
     """True if no value of a loop is sharded, in its body or carried."""
     program = layout.frame.program
-    for op in (loop, *(program.ops[i] for i in loop.body)):
-        specs = [layout.spec(v) for v in op.results]
-        specs += [layout.use_spec(op.id, i) for i in range(len(op.operands))]
-        if any(spec and any(spec) for spec in specs):
-            return False
-    return True
+    ops = [loop, *(program.ops[i] for i in loop.body)]
+    specs = [layout.spec(v) for op in ops for v in op.results]
+    specs += [layout.use_spec(op.id, i) for op in ops for i in range(len(op.operands))]
+    return not any(spec and any(spec) for spec in specs)
 
 
 def _site(op: Op) -> str:
@@ -593,6 +590,7 @@ def compose_plan(
         segments=plan_segments(analysis, winner.choice, problem),
         rows=rows,
         uneven=uneven_arguments(layout),
+        pinned=tuple(sorted(frame.pins)),
         undonated=tuple(undonated),
         uncounted=describe_uncounted(program),
         replicated_ops=whole_ops(layout, rates),

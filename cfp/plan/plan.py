@@ -80,6 +80,7 @@ class Plan:
         segments: the choice for each segment.
         rows: the blocks, with the strategy of each.
         uneven: arguments that stay whole because no axis divides them, with the size.
+        pinned: argument leaves whose shardings were given by pins.
         undonated: argument leaves that are twice in memory since they are not donated.
         weak: donated argument leaves of weak types; arrays of strong types may replace
             them.
@@ -123,6 +124,7 @@ class Plan:
     segments: file.Segments = ()
     rows: file.Blocks = ()
     uneven: tuple[Words, ...] = ()
+    pinned: file.Positions = ()
     undonated: file.Positions = ()
     weak: file.Positions = ()
     uncounted: tuple[Words, ...] = ()

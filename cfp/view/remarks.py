@@ -235,10 +235,7 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
         _loops,
         "loops of unknown length, counted as one iteration, in predictions too: {}",
     ),
-    (
-        _branches,
-        "{}predictions count all branches: {}",
-    ),
+    (_branches, "{}predictions count all branches: {}"),
     (_estimates, "predictions are estimates{}"),
     (
         _undonated,
@@ -246,6 +243,10 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
         "to {} on each device",
     ),
     (words.budget_text, "{}"),
+    (
+        lambda plan: few(merged_alike([plan.arg_names[i] for i in plan.pinned])),
+        "pinned, by pins=, --pin or the step's first plan: {}",
+    ),
     (_in_host, "in host memory between steps: {}"),
     (lambda plan: few(plan.uneven), "whole, since the mesh does not divide it: {}"),
     (

@@ -379,8 +379,7 @@ def _lines(plan: Plan) -> Iterator[str]:
 
 def _code(spec: Spec, kind: str | None = None) -> str:
     """Writes a sharding as Python, ``P(None, 'x')``, with the dims of JAX's `kind`."""
-    rank = len(spec) if kind is None else len(shape_of(kind))
-    dims = spec[:rank]
+    dims = spec if kind is None else spec[: len(shape_of(kind))]
     parts = [repr(one[0]) if len(one) == 1 else repr(one or None) for one in dims]
     while parts and parts[-1] == "None":
         parts.pop()

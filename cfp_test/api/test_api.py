@@ -485,6 +485,10 @@ def test_pins_are_kept_exactly(quick):
     assert state[0]["up"]["kernel"].spec == jax.P(None, "x")
     assert state[0]["down"]["kernel"].spec == jax.P("x")
     assert batch["x"].is_fully_replicated
+    ends = "up/kernel", "down/kernel", "down/bias", "batch/x"
+    named = [name for name in plan.arg_names if name.endswith(ends)]
+    assert [plan.arg_names[i] for i in plan.pinned] == named
+    assert "pinned, by pins=, --pin or the step's first plan: " in repr(plan)
     real = plan.init(init, jax.random.key(0)), make_batch(jax.random.key(1))
     expected = jax.jit(train_step)(init(jax.random.key(0)), real[1])
     assert_same(plan.apply(train_step)(*real), expected)

@@ -185,10 +185,8 @@ def made(
     shape = jax.eval_shape(arrays, *args, **kwargs)
     leaves, tree = tree_flatten(shape)
     places = places_like(shape, arguments.names, arguments.types)
-    shardings = [
-        arguments.sharding(i, len(leaf.shape))
-        for i, leaf in zip(places, leaves, strict=True)
-    ]
+    pairs = zip(places, leaves, strict=True)
+    shardings = [arguments.sharding(i, len(leaf.shape)) for i, leaf in pairs]
     jitted = jax.jit(arrays, out_shardings=tree_unflatten(tree, shardings))
     return released(jitted(*args, **kwargs))
 
@@ -222,10 +220,8 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
             f"{', '.join(roots)}."
         )
     root = (exact or fits)[0]
-    found = [
-        _placed(arguments, i, leaf)
-        for (_, i), (_, leaf) in zip(known[root], leaves, strict=True)
-    ]
+    pairs = zip(known[root], leaves, strict=True)
+    found = [_placed(arguments, i, leaf) for (_, i), (_, leaf) in pairs]
     return tree_unflatten(tree, found)
 
 
@@ -500,9 +496,8 @@ class CompiledStep:
         self.dispatch.remember(placed, results)
         made = tree_unflatten(self.out_tree, results)
         if is_checked:
-            check_numbers(
-                [(keystr(path), x) for path, x in tree_leaves_with_path(made)]
-            )
+            leaves = tree_leaves_with_path(made)
+            check_numbers([(keystr(path), x) for path, x in leaves])
         if self.alarm is not None:
             jax.block_until_ready(made)
             jax.effects_barrier()
@@ -616,12 +611,8 @@ def load_or_lower(
     like = step, mesh, fingerprint, arg_specs, output_specs, constraints, planned
     lowering, program, ins, outs = _constrained(*like)
     plain = not wide and not lowering.calls_host
-    if not (
-        plain
-        and raced is not None
-        and raced.does(step, program, ins, outs, constraints, options or {})
-    ):
-        raced = None
+    same = step, program, ins, outs, constraints, options or {}
+    raced = raced if plain and raced is not None and raced.does(*same) else None
     narrow: tuple[str, ...] = ()
     again: Callable[[], LoweredStep] | None = None
     double = is_same = False
@@ -672,7 +663,7 @@ def load_or_lower(
 _Shardings = tuple[NamedSharding, ...]
 
 
-def _shardings(
+def checked_shardings(
     step: FlatStep, mesh: Mesh, arg_specs: Sequence[Spec], output_specs: Sequence[Spec]
 ) -> tuple[_Shardings, _Shardings]:
     """Returns shardings of arguments and results; PlanMismatch if they do not fit."""
@@ -680,7 +671,8 @@ def _shardings(
     results = tree_leaves(step.traced.out_info)
     if len(results) != len(output_specs):
         raise PlanMismatch(
-            f"The step has {len(results)} results, not {len(output_specs)}. Plan again."
+            f"The step has {len(results)} results, and the planned step had "
+            f"{len(output_specs)}. Pass the planned step, or plan again."
         )
     for kind, avals, specs in (
         ("argument", step.avals, arg_specs),
@@ -696,10 +688,8 @@ def _shardings(
                     "The plan is for another step, or damaged. Plan again."
                 )
     outs = shardings(mesh, output_specs, results)
-    return (
-        in_memory(ins, step.memory_kinds),
-        in_memory(outs, step.result_memory_kinds),
-    )
+    outs = in_memory(outs, step.result_memory_kinds)
+    return in_memory(ins, step.memory_kinds), outs
 
 
 def _constrained(
@@ -715,7 +705,7 @@ def _constrained(
 
     Returns the lowering, the step's program, and shardings of arguments and results.
     """
-    ins, outs = _shardings(step, mesh, arg_specs, output_specs)
+    ins, outs = checked_shardings(step, mesh, arg_specs, output_specs)
     lowering = lower_step(step, ins, list(outs))
     program = read_lowering(step, lowering)
     if fingerprint is not None and program.fingerprint != fingerprint:

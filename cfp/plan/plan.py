@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
-from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
+from jax.tree_util import tree_structure, tree_unflatten
 from pydantic import ConfigDict
 
 from cfp.cost.described import DescribedMesh
@@ -23,6 +23,7 @@ from cfp.plan.execute import (
     LoweredStep,
     ReusableExecutable,
     check_devices,
+    checked_shardings,
     device_difference,
     export_planned,
     load_or_lower,
@@ -47,9 +48,9 @@ from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.record import refused_option
 from cfp.profiling.store import store_path
 from cfp.program.calling import released, sequence
+from cfp.program.constrain import Constraints
 from cfp.program.jaxprs import trace_context_key
-from cfp.program.memory import HOST, in_memory
-from cfp.program.part import shardings
+from cfp.program.memory import HOST
 from cfp.program.read import Outline
 from cfp.program.step import FlatStep, flatten_step, typed_as_returned
 from cfp.program.trace import planning_mesh
@@ -186,19 +187,19 @@ class Plan:
         Raises:
             PlanMismatch: the plan was loaded, and :meth:`bind` was not called.
         """
-        step = self._bound()
-        leaves = shardings(self._on_mesh(), self.arg_specs, step.avals)
-        leaves = in_memory(leaves, step.memory_kinds)
-        return released(tree_unflatten(step.in_tree, leaves)[0], lambda _: None)
+        leaves, _ = self._shardings()
+        tree = self._bound().in_tree
+        return released(tree_unflatten(tree, leaves)[0], lambda _: None)
 
     @property
     def out_shardings(self) -> Any:
         """NamedShardings of the results, a pytree; raises as `in_shardings`."""
-        step, mesh = self._bound(), self._on_mesh()
-        results = tree_leaves(step.traced.out_info)
-        leaves = shardings(mesh, self.output_specs, results)
-        leaves = in_memory(leaves, step.result_memory_kinds)
+        _, leaves = self._shardings()
         return released(tree_unflatten(self.out_tree, leaves), lambda _: None)
+
+    def _shardings(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        specs = self.arg_specs, self.output_specs
+        return checked_shardings(self._bound(), self._on_mesh(), *specs)
 
     def bind(
         self,
@@ -228,7 +229,8 @@ class Plan:
 
         Raises:
             OptionError: a keyword is no argument of the step.
-            PlanMismatch: arguments, donations or devices differ from the plan's.
+            PlanMismatch: arguments, donations, devices or number of results differ from
+                the plan's. The program is compared later, before the step is compiled.
         """
         check_binding(fn, kwargs)
         plan = self if mesh is None else self.on(mesh)
@@ -243,7 +245,9 @@ class Plan:
         start_devices(plan._on_mesh().local_devices)
         step = typed_as_returned(step)
         out_tree, now = tree_structure(step.traced.out_info), trace_context_key()
-        return replace(plan, step=step, out_tree=out_tree, traced_under=now)
+        plan = replace(plan, step=step, out_tree=out_tree, traced_under=now)
+        plan._shardings()  # Raises if the results are others.
+        return plan
 
     def _flat(
         self,
@@ -289,11 +293,16 @@ class Plan:
 
     def _bound(self) -> FlatStep:
         if self.step is None:
-            raise PlanMismatch(
+            raise NotBound(
                 "This plan was loaded from a file, which knows its arguments by path "
                 "but not their pytrees. Call plan = plan.bind(step, *args) first."
             )
         return self.step
+
+    def _program(self) -> tuple[FlatStep, Mesh, str, Any, Any, Constraints]:
+        specs = self.arg_specs, self.output_specs
+        where = self._bound(), self._on_mesh()
+        return *where, self.fingerprint, *specs, self.constraints
 
     def _on_mesh(self) -> Mesh:
         if self.mesh is None:
@@ -374,16 +383,7 @@ class Plan:
             "planned": (self.outline, self.environment),
             "environment": self.tuned or BuildEnvironment.beside(store_path(None)),
         }
-        return load_or_lower(
-            self._bound(),
-            self._on_mesh(),
-            self.fingerprint,
-            self.arg_specs,
-            self.output_specs,
-            self.constraints,
-            self.options,
-            **{**usual, **how},
-        )
+        return load_or_lower(*self._program(), self.options, **{**usual, **how})
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``init_fn(*args, **kwargs)``, with its result in the plan's shardings.
@@ -450,16 +450,8 @@ class Plan:
             PlanMismatch: the plan is not bound to a step, or the step's program differs
                 from the plan's, or has host callbacks or custom_partitioning ops.
         """
-        data = export_planned(
-            self._bound(),
-            self._on_mesh(),
-            self.fingerprint,
-            self.arg_specs,
-            self.output_specs,
-            self.constraints,
-            (self.outline, self.environment),
-        )
-        _write(path, data)
+        planned = self.outline, self.environment
+        _write(path, export_planned(*self._program(), planned))
 
     def to_json(self) -> str:
         """Returns the plan as JSON text."""
@@ -526,6 +518,10 @@ class Plan:
             check_devices(self.mesh_axes, self.environment, devices)
         here = mesh if isinstance(mesh, Mesh) else None
         return replace(self, mesh=here, raced=None)
+
+
+class NotBound(PlanMismatch, AttributeError):
+    """The plan was loaded; `hasattr` of its shardings is False until :meth:`bind`."""
 
 
 # Fields of a plan in one process alone: its step, devices and compiled programs.

@@ -108,6 +108,22 @@ def test_a_number_in_place_of_an_array_is_named_where_it_makes_other_types(
         plan.compile(scaled, w, jnp.float32(0.25))
 
 
+def test_bind_compares_results_and_compiling_the_program(plan):
+    with pytest.raises(cfp.PlanMismatch, match="has 1 results, and the planned step"):
+        plan.bind(lambda w, x: w - 0.1, W, X)
+    bound = plan.bind(make_step(jnp.sin), W, X)
+    with pytest.raises(cfp.PlanMismatch, match="is not the one that was planned"):
+        bound.compile_bound()
+
+
+def test_a_plan_has_shardings_once_it_is_bound(plan):
+    assert not hasattr(plan, "in_shardings") and not hasattr(plan, "out_shardings")
+    with pytest.raises(cfp.PlanMismatch, match=r"plan.bind\(step, \*args\) first"):
+        _ = plan.in_shardings
+    bound = plan.bind(make_step(), W, X)
+    assert len(bound.in_shardings) == len(bound.out_shardings) == 2
+
+
 def test_another_number_of_devices_is_named(plan):
     two = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     with pytest.raises(cfp.PlanMismatch, match=r"plan's mesh is .* or plan again"):

@@ -48,7 +48,7 @@ from cfp.plan.parts import (
     type_text,
 )
 from cfp.plan.plan import Plan
-from cfp.printable import mesh_text
+from cfp.printable import format_bytes, mesh_text
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.collectives import Rates
 from cfp.profiling.record import configuration
@@ -182,14 +182,13 @@ def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
     """Lists batch arguments, not `named`, that ops could shard but no axis divides."""
     frame = layout.frame
     program, sizes = frame.program, frame.mesh
-    over = mesh_text(sizes)
     found = {}
     for position, rank in data_arguments(frame).items():
         shape = program.values[program.args[position]].shape
         name = program.arg_names[position]
         divided = not sizes or any(shape[0] % size == 0 for _, size in sizes)
         if not (rank or divided or any(layout.arg_spec(position))):
-            found[position] = f"{name} ({shape[0]} over {over})"
+            found[position] = f"{name} ({shape[0]} over {mesh_text(sizes)})"
     if found:
         every = range(len(program.ops))
         classes = DimClasses(program, every, (), frame.canonical, axis_size=1)
@@ -202,6 +201,25 @@ def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
         able = {classes.of_factor(*one) for one in factors}
         if any(classes.of_dim(program.args[i], 0) in able for i in found):
             yield from (found[i] for i in found if program.arg_names[i] not in named)
+
+
+def split_batches(layout: Layout) -> tuple[str, ...]:
+    """Lists whole batches that a reshape splits, with bytes to save: ``x (6.00 KiB)``.
+
+    The plan shards the inner part of the first dim, and arguments only an outer one.
+    """
+    program, mesh, found = layout.frame.program, layout.frame.mesh, list[str]()
+    for position in data_arguments(layout.frame):
+        value, arg_spec = program.args[position], layout.arg_spec(position)
+        batch, name = program.values[value], program.arg_names[position]
+        for op in (program.ops[user] for user, _ in program.users[value]):
+            spec = layout.spec(op.results[0]) if op.kind == "reshape" else None
+            if spec and any(spec[1:2]) and not (spec[0] or any(arg_spec)):
+                parts = program.values[op.results[0]].shape[:2]
+                size = batch.size_bytes - batch.size_bytes // spec_ways(spec, mesh)
+                if prod(parts) == batch.shape[0]:
+                    found.append(f"{name} ({format_bytes(size)})")
+    return tuple(found)
 
 
 def describe_uncounted(program: Program) -> tuple[str, ...]:
@@ -414,11 +432,9 @@ def axis_roles(frame: Frame, op: Op, strategy: Strategy) -> tuple[AxisRole, ...]
     assert rule is not None
     roles, weight = [], frame.blocks[frame.block_of[op.id]].weight
     for (axis, _), choice in zip(frame.mesh, strategy, strict=True):
-        factor, scattered_dim = choice.inner, None
-        if factor == NONE:
+        if (factor := choice.inner) == NONE:
             continue
-        if choice.exit != NONE:
-            scattered_dim = _result_dim(op, choice.exit)
+        scattered_dim = None if choice.exit == NONE else _result_dim(op, choice.exit)
         dim = _result_dim(op, factor)
         holders = [
             i for i, dims in enumerate(rule.operands) if any(factor in d for d in dims)
@@ -515,12 +531,9 @@ def _op_moves(layout: Layout, op: Op, done: set[tuple]) -> Iterator[_Move]:
 
 
 def _group_block(frame: Frame, group: int, default: int) -> int:
-    program = frame.program
-    for position in frame.groups[group].args:
-        for user, _ in program.users[program.args[position]]:
-            if frame.block_of[user] >= 0:
-                return frame.block_of[user]
-    return default
+    values = (frame.program.args[position] for position in frame.groups[group].args)
+    users = (user for value in values for user, _ in frame.program.users[value])
+    return next((b for user in users if (b := frame.block_of[user]) >= 0), default)
 
 
 def _moves(
@@ -590,6 +603,7 @@ def compose_plan(
         segments=plan_segments(analysis, winner.choice, problem),
         rows=rows,
         uneven=uneven_arguments(layout),
+        split=split_batches(layout),
         pinned=tuple(sorted(frame.pins)),
         undonated=tuple(undonated),
         uncounted=describe_uncounted(program),

@@ -617,14 +617,8 @@ def load_or_lower(
     again: Callable[[], LoweredStep] | None = None
     double = is_same = False
     if wide:
-        again = partial(
-            load_or_lower,
-            *(step, mesh, fingerprint, arg_specs, output_specs, constraints, options),
-            wide=True,
-            perturbed=True,
-            planned=planned,
-            environment=environment,
-        )
+        how = {"planned": planned, "environment": environment, "perturbed": True}
+        again = partial(load_or_lower, *like[:-1], options, wide=True, **how)
         found = widened(step, lowering, ins, outs, perturbed=perturbed)
         step, lowering, narrow = found.step, found.lowering, found.narrow
         double = found.double

@@ -269,13 +269,11 @@ class _Inside(_Part):
     def constraints(self) -> Constraints:
         """Returns the constraints as `Plan.constraints`."""
         functions = ((one.name, one.op, (), Recorded(one.how)) for one in self.replaced)
+        again = (Rematerialization(r.forward, r.backward) for r in self.rematerialized)
         return Constraints(
             {v: one.spec for one in self.shardings for v in one.values},
             {use: one.spec for one in self.shardings for use in one.uses},
-            tuple(
-                Rematerialization(one.forward, one.backward)
-                for one in self.rematerialized
-            ),
+            tuple(again),
             tuple(Replacement(*one) for one in functions),
         )
 

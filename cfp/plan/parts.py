@@ -430,11 +430,8 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
         for one, other in changed
     )
     batch = " (pad or drop a smaller last batch)" * is_batch
-    raise PlanMismatch(
-        "The arguments do not fit the plan:\n"
-        + "\n".join(lines[:5])
-        + f"{more}\nPass the planned arguments{batch}, or plan again."
-    )
+    text = "\n".join(["The arguments do not fit the plan:", *lines[:5]]) + more
+    raise PlanMismatch(f"{text}\nPass the planned arguments{batch}, or plan again.")
 
 
 def _arguments(names: Sequence[str], types: Sequence[str]) -> list[list[Any]]:
@@ -534,10 +531,8 @@ def static_arguments(
 
 def _is_array_tree(arg: Any) -> bool:
     kinds = (jax.Array, jax.ShapeDtypeStruct, int, float, complex, bool)
-    return all(
-        isinstance(leaf, kinds) or hasattr(leaf, "__array__")
-        for leaf in tree_leaves(arg)
-    )
+    leaves = tree_leaves(arg)
+    return all(isinstance(one, kinds) or hasattr(one, "__array__") for one in leaves)
 
 
 def places_like(result: Any, names: Sequence[str], types: Sequence[str]) -> list[int]:
@@ -554,10 +549,7 @@ def places_like(result: Any, names: Sequence[str], types: Sequence[str]) -> list
         PlanMismatch: no argument has the result's paths and types.
     """
     found = by_argument(names)
-    arguments = {
-        root: [(rest, types[place]) for rest, place in leaves]
-        for root, leaves in found.items()
-    }
+    arguments = dict(zip(found, _arguments(names, types), strict=True))
     parts = result if isinstance(result, tuple | list) else ()
     for wanted in ([result], parts):
         left = dict(arguments)  # each argument stands for one part
@@ -575,11 +567,10 @@ def places_like(result: Any, names: Sequence[str], types: Sequence[str]) -> list
 def _take(arguments: dict[str, list[tuple[str, str]]], part: Any) -> str | None:
     """Removes from `arguments` the first with a part's leaves; returns its name."""
     leaves = _paths(part)
-    for root, wanted in arguments.items():
-        if wanted == leaves:
-            del arguments[root]
-            return root
-    return None
+    root = next((root for root, own in arguments.items() if own == leaves), None)
+    if root is not None:
+        del arguments[root]
+    return root
 
 
 def path_text(path: Any) -> str:
@@ -588,10 +579,8 @@ def path_text(path: Any) -> str:
 
 
 def _paths(tree: Any) -> list[tuple[str, str]]:
-    return [
-        (path_text(path), type_text(leaf))
-        for path, leaf in tree_flatten_with_path(tree)[0]
-    ]
+    leaves = tree_flatten_with_path(tree)[0]
+    return [(path_text(path), type_text(leaf)) for path, leaf in leaves]
 
 
 # --------------------------------------------------------------- places of constraints

@@ -80,6 +80,7 @@ class Plan:
         level: how much the compiler is constrained.
         segments: the choice for each segment.
         rows: the blocks, with the strategy of each.
+        split: batches that stay whole because of a reshape, with the bytes to save.
         uneven: arguments that stay whole because no axis divides them, with the size.
         pinned: argument leaves whose shardings were given by pins.
         undonated: argument leaves that are twice in memory since they are not donated.
@@ -124,6 +125,7 @@ class Plan:
     level: ConstraintLevel = ConstraintLevel.EVERYTHING
     segments: file.Segments = ()
     rows: file.Blocks = ()
+    split: tuple[Words, ...] = ()
     uneven: tuple[Words, ...] = ()
     pinned: file.Positions = ()
     undonated: file.Positions = ()

@@ -250,6 +250,11 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (_in_host, "in host memory between steps: {}"),
     (lambda plan: few(plan.uneven), "whole, since the mesh does not divide it: {}"),
     (
+        lambda plan: few(plan.split),
+        "whole on each device, as a reshape puts consecutive rows into a part: {}; "
+        "x.reshape(-1, parts, ...).swapaxes(0, 1) saves this (docs/more-choices.md)",
+    ),
+    (
         lambda plan: few(plan.replicated_ops),
         "ops that every device runs in full (% of the bytes that all ops make): {} "
         "(see docs/kernels.md)",

@@ -103,12 +103,10 @@ def _segment_text(segment: SegmentView) -> str:
 def _variant_texts(plan: Plan) -> Iterator[str]:
     for one in plan.figures.variants if plan.figures else ():
         this = " (this one)" * one.taken
-        if one.step_ms is not None:
-            yield f"variant {one.name}: {one.step_ms:.3f} ms{this}"
-        elif one.estimated_ms is not None:
-            yield f"variant {one.name}: {one.estimated_ms:.3f} ms, estimated{this}"
-        else:
-            yield f"variant {one.name}: {one.note or 'not timed'}{this}"
+        how = ", estimated" * (one.step_ms is None)
+        ms = one.estimated_ms if how else one.step_ms
+        text = f"{ms:.3f} ms{how}" if ms is not None else one.note or "not timed"
+        yield f"variant {one.name}: {text}{this}"
 
 
 def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:

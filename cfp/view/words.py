@@ -77,10 +77,8 @@ def strategy_text(strategy: StrategyFigures) -> str:
 
 def tensor_text(kind: str, spec: Spec) -> str:
     """Writes a tensor's type with the axes of its dims: ``f32[8/x,16]``."""
-    parts = [
-        "/".join([str(size), *names])
-        for size, names in zip(shape_of(kind), spec, strict=False)
-    ]
+    pairs = zip(shape_of(kind), spec, strict=False)
+    parts = ["/".join([str(size), *names]) for size, names in pairs]
     return f"{kind.partition('[')[0]}[{','.join(parts)}]"
 
 
@@ -368,8 +366,6 @@ def _share_of_rate(plan: Plan, tflop_per_s: float) -> tuple[float | None, str]:
     is_tf32 &= "NVIDIA_TF32_OVERRIDE=0" not in environment.get("cuda", "")
     if kind is None or ("float32" in used and not is_tf32):
         return None, ""
-    share = sum(
-        part * tflop_per_s / kind.specified(f"{dtype}_tflop_per_s")
-        for dtype, part in used.items()
-    )
+    rates = {dtype: kind.specified(f"{dtype}_tflop_per_s") for dtype in used}
+    share = sum(part * tflop_per_s / rates[dtype] for dtype, part in used.items())
     return share, " and ".join(_NAME[kind.platform].get(one, one) for one in used)

@@ -292,9 +292,27 @@ def sorting_loop(w, x):
     return (jax.lax.scan(body, x @ w, length=8)[0] @ w).sum()
 
 
+def split_loss(in_turn):
+    """A loop over two parts of the batch: halves, or every second row."""
+
+    def step(w, x):
+        parts = x.reshape(2, 4, 8)
+        if in_turn:
+            parts = x.reshape(4, 2, 8).swapaxes(0, 1)
+
+        def add(total, part):
+            return total + jax.grad(lambda w: ((part @ w) ** 2).sum())(w), None
+
+        return w - jax.lax.scan(add, jnp.zeros_like(w), parts)[0]
+
+    return step
+
+
 STEPS = {
     "constraints of its own": (constrained, 2, (8, 8), (8, 8)),
     "uneven rows": (lambda w, x, y: ((x @ w).sum(), y @ w), 2, (8, 8), (7, 8), (6, 8)),
+    "a batch split in order": (split_loss(False), 2, (8, 8), (8, 8)),
+    "a batch split in turn": (split_loss(True), 2, (8, 8), (8, 8)),
     "a loop over rows": (over_rows, 2, (8, 8), (5, 1, 8)),
     "a loop that is sharded": (sharded_loop, 2, (8, 8), (4, 8)),
     "a kernel that is sharded": (own_norm, 4, (64, 64), (16, 64)),

@@ -517,10 +517,8 @@ def inner_flops(program: Program, ops: Sequence[ir.Operation]) -> int:
     Counted are products, convolutions and cuDNN's attention, masked scores in full.
     `ops` are the program's, as MLIR.
     """
-    return sum(
-        _inner_flops(program, record, op)
-        for record, op in zip(program.ops, ops, strict=True)
-    )
+    pairs = zip(program.ops, ops, strict=True)
+    return sum(_inner_flops(program, record, op) for record, op in pairs)
 
 
 def _inner_flops(program: Program, record: Op, op: ir.Operation) -> int:

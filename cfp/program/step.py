@@ -333,8 +333,14 @@ class FlatStep:
                 "it by cfp's static_argnums or static_argnames, even if jax.jit around "
                 "the step has them."
             )
-        of_jax = isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError)
-        return "The step must be a function that jax.jit accepts." * of_jax
+        if isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
+            return "The step must be a function that jax.jit accepts."
+        roots = [*dict.fromkeys(name.partition("/")[0] for name in self.arg_names)]
+        may_swap = (
+            isinstance(error, TypeError | KeyError | AttributeError) and roots[1:]
+        )
+        order = f"Check the order of the arguments: {', '.join(roots)}."
+        return order if may_swap else ""
 
     def with_paths(self, text: str) -> str:
         """Replaces ``leaves[28]`` in JAX's text by the argument's path."""
@@ -418,11 +424,8 @@ def typed_as_returned(step: FlatStep) -> FlatStep:
     weakly typed until a checkpoint restores it. It is strongly typed here if the
     program is the same. An argument is state if a part of it is donated.
     """
-    state = [
-        (places, tree)
-        for places, tree in arguments_of(step.in_tree)
-        if any(step.donated[i] for i in places)
-    ]
+    every = arguments_of(step.in_tree)
+    state = [(own, tree) for own, tree in every if any(step.donated[i] for i in own)]
     while any(i in step.weak for places, _ in state for i in places):
         pairs = (
             zip(places, new, strict=True) for places, _, new in successors(step, state)

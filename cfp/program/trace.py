@@ -307,10 +307,8 @@ def trace(step: FlatStep, mesh: Mesh | AbstractMesh) -> tuple[Program, Lowering]
     replicated = NamedSharding(mesh, PartitionSpec())
     lowering = lower_step(step, [replicated] * len(step.avals), replicated)
     program = read_lowering(step, lowering)
-    given = tuple(
-        given_bytes(leaf, aval.dtype)
-        for leaf, aval in zip(step.examples, step.avals, strict=True)
-    )
+    pairs = zip(step.examples, step.avals, strict=True)
+    given = tuple(given_bytes(leaf, aval.dtype) for leaf, aval in pairs)
     return replace(program, given=given), lowering
 
 

@@ -202,6 +202,18 @@ def messages(cases, *given):
     return texts
 
 
+def test_an_error_that_swapped_arguments_may_cause_names_their_order(run):
+    for step, args, said in (
+        (branching, (X, W), True),
+        (lambda w, x: w["none"], (W, X), True),
+        (lambda w: w["none"], (W,), False),
+        (own_error, (W, X), False),
+    ):
+        with pytest.raises(cfp.StepNotTraceable) as caught:
+            run(step, *args)
+        assert ("Check the order of the arguments: w, x." in str(caught.value)) == said
+
+
 @pytest.mark.explained("A pin matches no argument, or does not fit")
 def test_pins_that_do_not_fit_are_refused_by_name(run, plan, tmp_path, golden):
     golden("pins", messages(PINS, run, plan, tmp_path))

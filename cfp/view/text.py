@@ -149,10 +149,9 @@ def explained(plan: Plan, wanted: set[int] | None = None) -> Iterator[Explained]
     """
     kinds = plan.figures.segment_kinds if plan.figures else ()
     for segment in segments_of(plan):
+        blocks = segment.blocks
         shown = [
-            one
-            for one in segment.blocks
-            if wanted is None or not wanted.isdisjoint(one.members)
+            b for b in blocks if wanted is None or not wanted.isdisjoint(b.members)
         ]
         if not shown:
             continue

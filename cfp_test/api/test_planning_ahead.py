@@ -145,6 +145,12 @@ def test_what_only_compiled_has_not_raced(ahead):
     assert "compiling 5.0 s; 9.0 s in all" in plan_text(made, width=200)
 
 
+def test_estimates_below_a_millisecond_are_said_to_be_too_low(ahead):
+    for ms, said in ((0.4, True), (4.0, False), (None, False)):
+        text = " ".join(repr(replace(ahead, predicted_ms=ms)).split())
+        assert ("estimates, and below 1 ms too low, since launches" in text) == said
+
+
 def test_a_budget_holds_by_estimate(folder):
     mesh = cfp.described("4xh200")
     with pytest.raises(MemoryBudgetError):

@@ -76,6 +76,10 @@ STAY_AFTER_TURN = 1.02
 # Candidates with at least two samples tie if their medians differ by at most this
 # share: decisions.md, "Programs within 1 % are a tie".
 ALIKE = 0.01
+# Share of the leader's time from which other options for its collectives race, if these
+# did not overlap computation. On 2 H200 with NVLink no such options won in four models;
+# without peer-to-peer access they did.
+LONG_COLLECTIVES = 0.25
 # Choices that race without a memory budget, the best by prediction. decisions.md,
 # "Choices race with large collectives, the leader with other options".
 MOST_RACED = 6
@@ -154,7 +158,8 @@ class PlatformDefaults:
         first_options: named sets that all candidates race with if no memory budget is
             given.
         slow_to_tune: by names of kernels, options that turn them off. Segments and
-            candidates compile with all of these; the leader also races without each.
+            candidates compile with all of these; the plan by prediction also races
+            without each.
         replacing: kernels that may compute parts of a step.
         replacing_for_memory: the kernels that may do so if memory is short.
     """
@@ -217,7 +222,7 @@ _GPU = PlatformDefaults(
         "no latency hiding": NO_LATENCY_HIDING,
     },
     first_options={"large collectives": _LARGE_COLLECTIVES},
-    # decisions.md, "Only the leader races with Triton's products".
+    # decisions.md, "Only the plan by prediction races with Triton's products".
     slow_to_tune={"Triton": {"xla_gpu_enable_triton_gemm": "False"}},
 )
 # Virtual devices share processors: their times vary more and say nothing about GPUs,

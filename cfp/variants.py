@@ -50,6 +50,7 @@ from cfp.race.programs import (
     race_row,
 )
 from cfp.race.race import Race
+from cfp.race.sites import check_sites
 from cfp.race.turns import race_programs
 from cfp.search.guided import Candidate, Estimate, Solution
 from cfp.settings import ESTIMATES_SHARE, HOST_BYTES_PER_MS, Dimension, defaults_of
@@ -120,13 +121,8 @@ def wrong_kernels(
 
     Both are empty for described devices, several processes, and without kernels.
     """
-    plan, mesh = found.plan, context.mesh
-    is_here = isinstance(mesh, Mesh) and len(mesh.local_devices) == mesh.size
-    if not plan.constraints.replaced or not is_here:
-        return frozenset(), ()
-    from cfp.checking.sites import check_sites  # It runs parts of a step.
-
-    checks = check_sites(context, found.analysis.frame.program, plan.constraints)
+    program = found.analysis.frame.program
+    checks = check_sites(context, program, found.plan.constraints)
     wrong = frozenset(one.kernel for one in checks if one.is_wrong)
     return wrong, tuple(str(one) for one in checks if one.is_wrong or one.reason)
 

@@ -46,7 +46,7 @@ from cfp.printable import counted
 from cfp.profiling.builder import BuildEnvironment, Built, Job
 from cfp.profiling.files import make_private_folder, open_private
 from cfp.profiling.hlo import compile_right
-from cfp.profiling.record import GPU_PLATFORMS, UNTUNED, environment_parts
+from cfp.profiling.record import environment_parts, untuned_options
 from cfp.program.calling import fixed, has_fixed, released
 from cfp.program.constrain import Constraints, constrain, misfit, partition_spec, uneven
 from cfp.program.dispatch import Dispatch, Look
@@ -627,10 +627,10 @@ def load_or_lower(
     environment = environment or BuildEnvironment()
     how = {**environment.options(platform), **lowering.rewritten.options}
     how |= options or {}
-    if wide and platform in GPU_PLATFORMS:
+    if wide:
         # A checking program runs a few times only: decisions.md, "A check runs untuned
         # programs".
-        how |= UNTUNED
+        how |= untuned_options(platform)
     kept = _executables(mesh, environment) if plain else None
     key = kept.key(lowering.bare_text, mesh, how, step) if kept else ""
     compiled = raced.built.compiled if raced else None

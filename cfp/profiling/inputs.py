@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from cfp.profiling.record import GPU_PLATFORMS, UNTUNED
+from cfp.profiling.record import untuned_options
 from cfp.program.constrain import partition_spec
 from cfp.program.graph import Op, Program, Spec, reached
 from cfp.program.memory import auto_mesh
@@ -195,7 +195,7 @@ def generator(kind: InputKind, mesh: Mesh) -> jax.stages.Compiled:
 
     An earlier call in a thread saves compiling when the array is needed.
     """
-    is_gpu = mesh.devices.flat[0].platform in GPU_PLATFORMS
+    options = untuned_options(mesh.devices.flat[0].platform)
     # Otherwise 64-bit types would become 32-bit ones.
     with jax.enable_x64(True):
         made = jax.eval_shape(partial(_made, kind))
@@ -205,7 +205,7 @@ def generator(kind: InputKind, mesh: Mesh) -> jax.stages.Compiled:
         if kind.memory:
             sharding = sharding.with_memory_kind(kind.memory)
         lowered = jax.jit(partial(_made, kind), out_shardings=sharding).lower()
-    return lowered.compile(compiler_options=dict(UNTUNED) if is_gpu else None)
+    return lowered.compile(compiler_options=options or None)
 
 
 def _made(kind: InputKind) -> jax.Array:

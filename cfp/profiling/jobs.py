@@ -9,20 +9,18 @@ leaves a trace (`cfp.profiling.tasks`). If another process measures jobs for the
 store, this one waits for a minute at most, and uses the other's records.
 
 XLA's GPU compiler times several kernels for each matrix product, and stores the
-outcome. Programs that share products would repeat this work at the same time. So one
-program tunes each set of kernels (`Task.kernels`), and others that contain the set are
-built as soon as it has ended (docs/decisions.md, "Kernels are tuned before segments are
-built side by side"). XLA tunes on the first device of a mesh. So as many programs as
-devices tune at once, each for the mesh with another device first. Tuning leaves devices
-and most processors idle, so that other builds beside it take little longer.
+outcome. Two programs that time kernels on one device block each other: a kernel waits
+0.1 s each time. So the first program with a product tunes it, one program at a time on
+each device, and others wait for it (docs/decisions.md, "Each product is tuned by one
+program"). XLA tunes on the first device of a mesh. So each of the programs that tune at
+once is compiled for the mesh with another device first, and is built afterwards.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,7 +66,6 @@ class Measurer:
     end: float = math.inf
     known: set[str] = field(default_factory=set)
     _measured: set[str] = field(default_factory=set)
-    _tuned: set[Hashable] = field(default_factory=set)
 
     @property
     def has_end(self) -> bool:
@@ -106,27 +103,10 @@ class Measurer:
         def is_late() -> bool:
             return not ignore_end and self.is_over
 
-        first = first_of_kernels(new, self._tuned)
-        self._tuned |= {job.kernels for job in first}
         store, options, name = self.store, self.options, self.program.name
         environment = BuildEnvironment.beside(store.path)
-        place = place_of_parts(self.program, self.mesh, environment, first=first)
+        place = place_of_parts(self.program, self.mesh, environment)
         return run_jobs(place, jobs, store, options, program=name, is_late=is_late)
-
-
-def first_of_kernels(
-    jobs: Iterable[Job], tuned: Collection[Hashable] = ()
-) -> list[Job]:
-    """Returns the first job with each set of kernels alone, in the order to tune them.
-
-    Sets in `tuned` are left out. Jobs with replaced kernels come first: their other
-    kernels are part of the same job without replaced ones.
-    """
-    found: dict[Hashable, Job] = {}
-    for job in jobs:
-        if len(job.kernels) == 1 and job.kernels not in tuned:
-            found.setdefault(job.kernels, job)
-    return sorted(found.values(), key=lambda job: not job.constraints.replaced)
 
 
 def run_jobs(
@@ -176,43 +156,54 @@ def build_all(
     threads: int,
     tell: Callable[[AnyTask, int, int, float], object],
     is_late: Callable[[], bool] = lambda: False,
-    tuning: Sequence[str] = (),
+    tune: Callable[[AnyTask], object] | None = None,
     tuners: int = 1,
 ) -> dict[str, Outcome]:
     """Builds jobs side by side; one at a time if one may have killed a process.
 
     Args:
-      tuning: keys of jobs that tune their kernels, in order. They begin first, `tuners`
-        at a time, and jobs that contain their kernels wait for them.
       tell: called when a job is awaited, and every few seconds during the wait, with
         the job, its number, the number of unfinished builds, and the seconds so far.
       is_late: called before each build; after True there is no outcome.
+      tune: tunes a job's kernels. Called for the first job with a key in
+        `Task.kernels`, `tuners` jobs at a time; builds of jobs with the key wait.
 
     Returns:
       ``{key: outcome}``.
     """
 
-    def built(job: AnyTask, needed: Sequence[Future[Any]]) -> Outcome | None:
+    def tuned(job: AnyTask) -> None:
+        if tune is not None and not is_late():
+            with in_flight.doing(job.key, job.label, "build"):
+                tune(job)
+
+    def built(job: AnyTask, needed: Sequence[Future[None]]) -> Outcome | None:
         for one in needed:
             one.exception()  # Raises if it is cancelled, where `wait` would not end.
         if is_late():
             return None
-        with at_once, in_flight.doing(job.key, job.label, "build"):
+        with in_flight.doing(job.key, job.label, "build"):
             return build(job)
 
     found: dict[str, Outcome] = {}
-    places = {key: place for place, key in enumerate(tuning)}
-    jobs = sorted(jobs, key=lambda job: places.get(job.key.digest, len(places)))
     threads = in_flight.at_once([job.key.digest for job in jobs], threads)
-    at_once = threading.Semaphore(max(threads, tuners))  # Of both pools.
+    numbers, first = dict[Hashable, int](), list[AnyTask]()
+    for job in jobs if tune and threads > 1 else ():
+        if new := job.kernels - numbers.keys():
+            numbers |= dict.fromkeys(new, len(first))
+            first.append(job)
+
+    def needs(job: AnyTask) -> list[int]:
+        return sorted({numbers[one] for one in job.kernels & numbers.keys()})
+
+    # No thread waits for kernels while another job could be built.
+    jobs = sorted(jobs, key=lambda job: needs(job)[-1:])
     with CompilePool(threads) as pool, CompilePool(tuners) as ahead:
-        builds, tuned = list[Future[Any]](), dict[Hashable, Future[Any]]()
+        begun = [ahead.start(job.label, partial(tuned, job)) for job in first]
+        builds = list[Future[Outcome | None]]()
         for job in jobs:
-            needed = [tuned[one] for one in job.kernels if one in tuned]
-            tunes = job.key.digest in places
-            own = ahead if tunes and threads > 1 else pool
-            builds.append(own.start(job.label, partial(built, job, needed)))
-            tuned |= dict.fromkeys(job.kernels, builds[-1]) if tunes else {}
+            work = partial(built, job, [begun[number] for number in needs(job)])
+            builds.append(pool.start(job.label, work))
 
         def say(job: AnyTask, number: int, seconds: float) -> None:
             tell(job, number, sum(not one.done() for one in builds), seconds)
@@ -281,7 +272,7 @@ class _Run:
                     threads=self.place.threads,
                     tell=say,
                     is_late=self.is_late,
-                    tuning=self.place.tuning,
+                    tune=self.place.tune,
                     tuners=self.place.tuners,
                 )
                 for job in batch:

@@ -34,7 +34,6 @@ from datetime import UTC, datetime, timedelta
 from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import jax
@@ -501,11 +500,13 @@ _LEVEL = re.compile("[0-3]")
 # XLA's memory limit: percentage of device memory without arguments that others may use.
 MEMORY_SHARE = "xla_gpu_memory_limit_slop_factor"
 
-# Options for compiles without tuning, which takes a device and most of the time.
-# Without it Triton's kernels for products are slow, so they are off.
-UNTUNED: Mapping[str, str] = MappingProxyType(
-    {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
-)
+
+def untuned_options(platform: str) -> dict[str, Any]:
+    """Returns XLA options against tuning, which takes a device and most of the time."""
+    # Without tuning Triton's kernels for products are slow.
+    off = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
+    return off if platform in GPU_PLATFORMS else {}
+
 
 # Harmless options, with the values that they may have.
 _KNOWN = {

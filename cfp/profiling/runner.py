@@ -257,14 +257,15 @@ class Place:
     Attributes:
       build: builds a job, called in a thread; returns the record of a failure.
       run: times a job's built program.
-      tuning: keys of jobs whose build has the compiler tune kernels, in order.
-      tuners: largest number of these builds at once.
+      tune: has the compiler tune a job's kernels on one device, ahead of its build;
+        None for compilers that tune nothing.
+      tuners: largest number of calls of `tune` at once.
     """
 
     mesh: Mesh
     build: Callable[[Any], Built | ProfileRecord]
     run: Callable[[Any, Built], ProfileRecord]
-    tuning: Sequence[str] = ()
+    tune: Callable[[Any], object] | None = None
     tuners: int = 1
 
     @property
@@ -283,30 +284,29 @@ def place_of_parts(
     environment: BuildEnvironment,
     *,
     timing: TimingOptions | None = None,
-    first: Sequence[Job] = (),
 ) -> Place:
-    """Makes a `Place` whose functions build and time parts of a program on a mesh.
+    """Makes a `Place` whose functions build and time parts of a program on a mesh."""
 
-    Args:
-      first: jobs that tune kernels, on platforms whose compiler does.
-    """
     platform = mesh.devices.flat[0].platform
-    tuning = [job.key.digest for job in first if environment.options(platform)]
     tuners = 1 if is_shared(mesh) else min(mesh.devices.size, default_threads(platform))
     orders = SimpleQueue[Mesh]()
     for count in range(tuners):  # Each has another device first.
         devices = np.roll(mesh.devices.flatten(), -count).reshape(mesh.devices.shape)
         orders.put(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))
 
+    made = dict[str, Built | ProfileRecord]()  # Tuned on the mesh as it is.
+
+    def tune_job(job: Job) -> None:
+        order = orders.get()
+        try:
+            outcome = build(program, order, job, environment)
+        finally:
+            orders.put(order)
+        if order == mesh:
+            made[job.key.digest] = outcome
+
     def build_job(job: Job) -> Built | ProfileRecord:
-        outcome = None
-        if job.key.digest in tuning:
-            order = orders.get()
-            try:
-                outcome = build(program, order, job, environment)
-            finally:
-                orders.put(order)
-            outcome = outcome if order == mesh else None
+        outcome = made.pop(job.key.digest, None)
         outcome = outcome or build(program, mesh, job, environment)
         if isinstance(outcome, Built):
             compile_generators(program, mesh, job)
@@ -315,7 +315,8 @@ def place_of_parts(
     def run_job(job: Job, built: Built) -> ProfileRecord:
         return run(built, job, program, mesh, timing=timing)
 
-    return Place(mesh=mesh, build=build_job, run=run_job, tuning=tuning, tuners=tuners)
+    tune = tune_job if environment.options(platform) else None
+    return Place(mesh=mesh, build=build_job, run=run_job, tune=tune, tuners=tuners)
 
 
 def timing_on(mesh: Mesh, **limits: Any) -> TimingOptions:

@@ -40,14 +40,14 @@ class Task:
       key: key of its record; tasks with equal keys are the same.
       label: text for progress, such as "segment 1: 3 of 24".
       expected_ms: expected time of one execution; 0 if unknown.
-      kernels: keys of sets of kernels that the compiler has to tune. The first task
-        with a key and no other tunes the set; tasks that contain it wait.
+      kernels: keys of kernels that the compiler tunes. The first task with a key tunes
+        it, and others with this key wait.
     """
 
     key: ProfileKey
     label: str
     expected_ms: float = 0.0
-    kernels: tuple[Hashable, ...] = ()
+    kernels: frozenset[Hashable] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

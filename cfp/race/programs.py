@@ -73,8 +73,7 @@ def variants(one: Candidate, rules: PlatformDefaults) -> list[Candidate]:
     """Returns variants of a race's leader, named by what differs.
 
     The first is the leader, without `rules.first_options`. Others add a set of
-    `rules.compiler_options` to it; or are the leader without one of
-    `rules.slow_to_tune`; or, if it is a preset, with another constraint level.
+    `rules.compiler_options` to it, or have another constraint level if it is a preset.
     """
     plain = one
     for name, chosen in rules.first_options.items():
@@ -85,8 +84,6 @@ def variants(one: Candidate, rules: PlatformDefaults) -> list[Candidate]:
         for level in rules.levels
         if one.is_preset and level in _PRESET_LEVELS and level is not one.level
     ]
-    for name, off in rules.slow_to_tune.items():
-        others.append(one.without(off, name=f"{one.name}, {name}"))
     return [plain, *with_options(plain, rules.compiler_options), *others]
 
 

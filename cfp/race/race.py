@@ -17,13 +17,14 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 
 from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
 from cfp.context import PlanContext
-from cfp.profiling.builder import Built
+from cfp.profiling.builder import Built, CompilePool
 from cfp.profiling.record import (
     CompiledBytes,
     Parts,
@@ -61,6 +62,7 @@ from cfp.race.programs import (
     race_row,
     with_options,
 )
+from cfp.race.sites import check_sites
 from cfp.race.turns import Ranking, race_programs, second_race, time_flags
 from cfp.search.guided import RACE_SECONDS, Candidate, Solution, Stage, prediction_of
 from cfp.settings import ConstraintLevel
@@ -107,10 +109,22 @@ class Race:
         return before_seconds + time.perf_counter() - self.started
 
     def compile_all(self, candidates: Sequence[Candidate]) -> list[RaceResult]:
-        """Compiles candidates; returns their memory or failures, in order."""
-        environment = self.context.environment
-        programs = programs_of(self.analysis, candidates, environment)
-        return compile_programs(self.builder, programs)
+        """Compiles candidates; returns their memory or failures, in order.
+
+        Meanwhile the kernels of one are compared with what they replace: devices have
+        little else to do. `check_sites` stores passes.
+        """
+        context, program = self.context, self.analysis.frame.program
+        programs = programs_of(self.analysis, candidates, context.environment)
+        replacing = [p.job.constraints for p in programs if p.job.constraints.replaced]
+        if not context.races or not replacing:
+            return compile_programs(self.builder, programs)
+        with CompilePool(1) as pool:
+            check = partial(check_sites, context, program, replacing[0])
+            checking = pool.start("a replaced part", check)
+            results = compile_programs(self.builder, programs)
+            checking.result()
+        return results
 
     def time(
         self,
@@ -118,19 +132,20 @@ class Race:
         rounds: int,
         race: Parts = (),
         looks: Mapping[str, ProfileRecord] = MappingProxyType({}),
+        is_warm: bool = False,
     ) -> list[RaceResult]:
         """Times candidates by `race_programs`, with `race` as a part of their keys."""
         where = (*self.context.environment, *race)
         programs = programs_of(self.analysis, candidates, where)
-        return race_programs(self.builder, programs, rounds, looks)
+        return race_programs(self.builder, programs, rounds, looks, is_warm)
 
     def rank(self, candidates: Sequence[Candidate]) -> Ranking:
         """Times candidates, and perhaps leaders again with variants of the fastest."""
         defaults = self.context.defaults
         # One turn is enough if leaders run again.
-        runs_again = defaults.compiler_options or defaults.slow_to_tune
+        runs_again = defaults.compiler_options
         raced = self.time(candidates, 1 if runs_again else defaults.rounds)
-        first, new = second_race(raced, defaults)
+        first, new = second_race(raced, defaults, self.solution.rates)
         again = [*first, *new]
         if not runs_again or len(again) < 2 or self.context.is_over:
             return Ranking((), raced)
@@ -142,7 +157,8 @@ class Race:
         if not any(one.cached for one in raced):
             mine = [one for one in raced if one.name in names]
             looks = {one.program.identity: one.record for one in mine if one.record}
-        ran = self.time(again, defaults.rounds, SECOND, looks)
+        is_warm = bool(looks) and not new  # Nothing compiled meanwhile.
+        ran = self.time(again, defaults.rounds, SECOND, looks, is_warm)
         # Times of the first race do not compare with the second's.
         others = [one for one in raced if one.name not in names]
         return Ranking(ran, others)
@@ -323,6 +339,9 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
     """
     shared, found = context.defaults.shared_options, solution.candidates
     found = [replace(one, options={**shared, **one.options}) for one in found]
+    if context.races and solution.stage is not Stage.SMALLEST:
+        slow, best = context.defaults.slow_to_tune.items(), found[0]
+        found[1:1] = [best.without(off, name=f"{best.name}, {n}") for n, off in slow]
     solution = replace(solution, candidates=found)
     run = Race(context, analysis, solution)
     if context.compiles:

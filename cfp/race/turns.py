@@ -17,6 +17,7 @@ import numpy as np
 
 from cfp.analysis.analyze import long_branches
 from cfp.profiling.builder import Built, CompilePool, default_threads
+from cfp.profiling.collectives import Rates
 from cfp.profiling.inputs import sources
 from cfp.profiling.record import ProfileKey, ProfileRecord, utc_now
 from cfp.profiling.runner import (
@@ -40,6 +41,7 @@ from cfp.race.programs import RaceProgram, RaceResult, fits, variants
 from cfp.search.guided import Candidate
 from cfp.settings import (
     ALIKE,
+    LONG_COLLECTIVES,
     STAY_AFTER_LOOK,
     STAY_AFTER_TURN,
     ConstraintLevel,
@@ -130,6 +132,7 @@ def race_programs(
     programs: Sequence[RaceProgram],
     rounds: int = 3,
     looks: Mapping[str, ProfileRecord] = MappingProxyType({}),
+    is_warm: bool = False,
 ) -> list[RaceResult]:
     """Compiles whole programs and times them in turn, A B C A B C.
 
@@ -144,6 +147,7 @@ def race_programs(
     Args:
         rounds: largest number of turns; fewer if the fastest is clear (`_is_told`).
         looks: ``{identity: recent record}`` of programs that need no look.
+        is_warm: True if the devices have just run such programs.
 
     Returns:
         One result for each program, in order.
@@ -159,7 +163,8 @@ def race_programs(
         again = [one for one in programs if one.job.key.digest not in out]
         with builder.in_flight as in_flight:
             outcomes = build_each(builder, again, in_flight)
-            ran = _run_in_turn(builder, again, outcomes, in_flight, rounds, looks)
+            how = rounds, looks, is_warm
+            ran = _run_in_turn(builder, again, outcomes, in_flight, *how)
         keep(list(ran.values()), builder.store)
         if time.monotonic() <= builder.end:  # Otherwise turns may be missing.
             mine.keep(ran)
@@ -174,6 +179,7 @@ def _run_in_turn(
     in_flight: InFlight,
     rounds: int,
     looks: Mapping[str, ProfileRecord],
+    is_warm: bool,
 ) -> dict[str, ProfileRecord]:
     """Runs the compiled programs in turn; returns records of all, by key."""
     ready = {d: one for d, one in outcomes.items() if isinstance(one, Built)}
@@ -193,7 +199,8 @@ def _run_in_turn(
             pool.start(race.programs[d].job.label, partial(race.compile_generators, d))
             for d in ready
         ]
-        race.warm_up()
+        if not is_warm:
+            race.warm_up()
         for one in made:
             one.result()
     race.take_looks(looks)
@@ -370,9 +377,11 @@ def _join(before: ProfileRecord | None, found: ProfileRecord) -> ProfileRecord:
 
 
 def second_race(
-    raced: Sequence[RaceResult], rules: PlatformDefaults
+    raced: Sequence[RaceResult], rules: PlatformDefaults, rates: Rates | None = None
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Selects candidates of a second race from results of the first.
+
+    With `rates`, options for collectives race only if these take long.
 
     Returns:
         The leader, others at most 4 % slower, and the fastest preset; and variants of
@@ -381,17 +390,31 @@ def second_race(
     ran = sorted((one for one in raced if one.ran), key=lambda one: one.time_ms)
     if not ran:
         return [], []
+    leader = ran[0]
+    least_ms = LONG_COLLECTIVES * leader.time_ms
+    # A user's own options race in any case.
+    if rules.first_options and rates and _collectives_ms(leader, rates) < least_ms:
+        rules = replace(rules, compiler_options={}, first_options={})
     # A remembered candidate may be one of the variants.
     keys = {one.candidate.key for one in raced}
     names = {one.name for one in raced}
     new = [
         one
-        for one in variants(ran[0].candidate, rules)
+        for one in variants(leader.candidate, rules)
         if one.key not in keys and one.name not in names
     ]
-    near = [one for one in ran if one.time_ms <= STAY_AFTER_LOOK * ran[0].time_ms]
+    near = [one for one in ran if one.time_ms <= STAY_AFTER_LOOK * leader.time_ms]
     best = [one for one in ran if one.candidate.is_preset][:1]
     return [*{one.name: one.candidate for one in (*near, *best)}.values()], new
+
+
+def _collectives_ms(result: RaceResult, rates: Rates) -> float:
+    """Time of a compiled program's collectives, ms, if none overlaps computation."""
+    axes = tuple(name for name, _ in rates.mesh)
+    return sum(
+        one.count * rates.collective_ms(one.kind, axes, one.bytes)
+        for one in result.collectives
+    )
 
 
 # ------------------------------------------------------------------------------ ties

@@ -545,7 +545,7 @@ class RequestBuilder:
         alone = replace(alone, label=label)
         picks = {index: candidate, near: neighbour}
         pair = part_job(analysis, picks, self.environment, f"{label}, in context")
-        kernels = *job.kernels, *alone.kernels
+        kernels = job.kernels | alone.kernels
         pair = replace(_under(pair, self.options), kernels=kernels)
         return MeasurementRequest(
             kind, candidate, (job, alone, pair), (near, neighbour), reshard_ms
@@ -573,9 +573,11 @@ class RequestBuilder:
 
         def alone(index: int, candidate: SegmentChoice) -> Job:
             job = part_job(analysis, {index: candidate}, environment, "")
-            # Storage modes change few kernels, so they are not in the key.
-            kernels = (index, candidate.strategies, candidate.kernels)
-            return replace(_under(job, self.options), kernels=(kernels,))
+            # Products depend on a block's strategy, and hardly on storage modes.
+            own = enumerate(candidate.strategies)
+            kernels = {(index, place, one) for place, one in own}
+            kernels |= {(index, one) for one in candidate.kernels}
+            return replace(_under(job, self.options), kernels=frozenset(kernels))
 
         return cache(alone)
 

@@ -10,10 +10,10 @@ import pytest
 from cfp import PlannerSettings, api
 from cfp.analysis.layout import constraints, lay_out
 from cfp.analysis.presets import plainest, presets
-from cfp.checking.sites import check_sites
 from cfp.context import open_context
 from cfp.kernels.matches import propose
 from cfp.platform import all_meshes
+from cfp.race.sites import check_sites
 from cfp_test.kernels.replaced import Step
 
 BATCH, TOKENS, HEADS, DIM = 4, 32, 2, 8

@@ -174,7 +174,7 @@ def task(name):
     return Task(key=key, label=f"task {name}")
 
 class Here:
-    threads, tuning, tuners = 1, (), 1
+    threads, tune, tuners = 1, None, 1
 
     def build(self, task):
         return Built(key=task.key, compiled=compiled)

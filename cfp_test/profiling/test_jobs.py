@@ -31,7 +31,7 @@ class AnyPlace:
     """A place of work."""
 
     threads: int
-    tuning: tuple[str, ...] = ()
+    tune: None = None
     tuners: int = 1
 
     def build(self, job: Work) -> Built | ProfileRecord:

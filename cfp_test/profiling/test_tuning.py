@@ -1,18 +1,23 @@
 """Kernels are tuned once, by the first of the programs that contain them."""
 
 import threading
-from dataclasses import replace
 
 import jax
 import pytest
 
 from cfp.profiling import jobs, runner
 from cfp.profiling.builder import BuildEnvironment
-from cfp.profiling.jobs import Measurer, first_of_kernels
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import place_of_parts
-from cfp.profiling.tasks import InFlight, MeasureOptions
+from cfp.profiling.tasks import InFlight
 from cfp_test.support.waiting import GUARD_SECONDS
+
+
+def failed(job):
+    parts = job.key.parts
+    return ProfileRecord(
+        key=job.key.digest, parts=parts, status="compile_error", reason="no"
+    )
 
 
 @pytest.fixture
@@ -32,151 +37,112 @@ def tunable(monkeypatch):
     def build(program, mesh, job, environment):
         with lock:
             built.append((job.label, mesh.devices.flat[0].id))
-        return ProfileRecord(
-            key=job.key.digest, parts=job.key.parts, status="compile_error", reason="no"
-        )
+        return failed(job)
 
     monkeypatch.setattr(runner, "build", build)
     return built
 
 
-def build_all(place, several, store, build=None, threads=4):
-    """Builds jobs of a place as `run_jobs` does."""
+def build_all(several, store, build, threads=4, tell=lambda *_: None, **how):
     with InFlight(store) as in_flight:
-        return jobs.build_all(
-            several,
-            build or place.build,
-            in_flight,
-            threads=threads,
-            tell=lambda *_: None,
-            tuning=place.tuning,
-            tuners=place.tuners,
-        )
+        how |= {"threads": threads, "tell": tell}
+        return jobs.build_all(several, build, in_flight, **how)
+
+
+def some(case, *names, kernels=None):
+    return [case.job(name, kernels=frozenset(kernels or name)) for name in names]
 
 
 def test_builds_end_with_an_error_while_others_wait_for_kernels(case, store):
     """A job whose kernels will never be tuned does not wait for them."""
     raised = threading.Event()
 
-    def build(job):
+    def wait(job):
         assert raised.wait(GUARD_SECONDS)
-        return ProfileRecord(
-            key=job.key.digest, parts=job.key.parts, status="compile_error", reason="no"
-        )
+        return failed(job)
 
     def tell(*_):
         raised.set()
         raise ZeroDivisionError
 
-    several = [case.job(name, kernels=(name,)) for name in "abcd"]
-    waiting = case.job("waits", kernels=("d",))
-    tuning = [job.key.digest for job in several]
+    several = some(case, "a", "b", "c", "d")
     before = {*threading.enumerate()}
-    with pytest.raises(ZeroDivisionError), InFlight(store) as in_flight:
-        jobs.build_all(
-            [*several, waiting],
-            build,
-            in_flight,
-            threads=2,
-            tell=tell,
-            tuning=tuning,
-            tuners=1,
-        )
+    with pytest.raises(ZeroDivisionError):
+        build_all(several, store, wait, threads=2, tell=tell, tune=wait)
     for thread in {*threading.enumerate()} - before:
         thread.join(GUARD_SECONDS)
         assert not thread.is_alive()
 
 
-def place_of(case, first):
-    return place_of_parts(case.program, case.mesh, BuildEnvironment(), first=first)
+def place_of(case):
+    return place_of_parts(case.program, case.mesh, BuildEnvironment())
 
 
 def test_nothing_is_tuned_where_the_compiler_tunes_nothing(case):
-    assert place_of(case, [case.job(kernels=(1,))]).tuning == []
+    assert place_of(case).tune is None
 
 
-def test_what_tunes_for_another_order_is_built_again_for_its_own(case, store, tunable):
-    """Each device is once the first; what others build for is the mesh as it is."""
+def test_each_device_tunes_and_all_is_built_for_the_mesh_as_it_is(case, store, tunable):
     ids = [device.id for device in case.mesh.devices.flat]
     assert len(ids) > 1
-    several = [case.job(str(number), kernels=(number,)) for number in range(len(ids))]
-    place = place_of(case, several)
-    barrier = threading.Barrier(len(ids))
+    several = some(case, *"abcdefgh"[: len(ids)])
+    place, barrier = place_of(case), threading.Barrier(len(ids))
 
-    def build(job):
+    def tune(job):
         barrier.wait(timeout=GUARD_SECONDS)
         assert jax.config.jax_enable_x64  # pyright: ignore
-        return place.build(job)
+        assert place.tune is not None
+        place.tune(job)
 
     with jax.enable_x64(True):
-        build_all(place, several, store, build, threads=2)
-    assert {device for _, device in tunable} == {*ids}
+        found = build_all(several, store, place.build, tune=tune, tuners=place.tuners)
+    assert {device for _, device in tunable} == {*ids} and len(found) == len(ids)
+    # The one that tunes on the first device is not built again.
     assert len(tunable) == 2 * len(ids) - 1
-    last = {label: device for label, device in tunable}
-    assert {*last.values()} == {ids[0]}
+    assert [device for _, device in tunable].count(ids[0]) == len(ids)
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_others_wait_for_the_kernels_that_they_contain(case, store, tunable, threads):
-    a, b = (case.job(name, kernels=(name,)) for name in "ab")
-    both = case.job("both", kernels=("a", "b"))
-    again = case.job("again", kernels=("a",))
+@pytest.mark.parametrize("threads", [2, 4])
+def test_builds_wait_for_the_kernels_that_they_contain(case, store, threads):
+    a, b = some(case, "a", "b")
+    [both], [again] = some(case, "both", kernels="ab"), some(case, "again", kernels="a")
     alone = case.job("alone")
-    place, ended, lock = place_of(case, [b, a]), [], threading.Lock()
-    free = threading.Event()
+    events, lock, free = list[str](), threading.Lock(), threading.Event()
+
+    def note(text):
+        with lock:
+            events.append(text)
+            if {"a", "again", "alone"} <= {*events}:
+                free.set()
+
+    def tune(job):
+        if job is b:
+            assert free.wait(GUARD_SECONDS), "jobs that need no b were not built"
+        note(f"tune {job.label}")
 
     def build(job):
-        if job is b and threads > 1:
-            assert free.wait(GUARD_SECONDS), "what needs another kernel, or none, began"
-        with lock:
-            ended.append(job.label)
-            if {"again", "alone"} <= {*ended}:
-                free.set()
-        return place.build(job)
+        note(job.label)
+        return failed(job)
 
-    build_all(place, [a, both, again, alone, b], store, build, threads)
-    assert ended.index("both") > max(ended.index("a"), ended.index("b"))
-    assert ended.index("again") > ended.index("a")
-    assert sorted(ended) == ["a", "again", "alone", "b", "both"]
+    several = [a, b, both, again, alone]
+    found = build_all(several, store, build, threads, tune=tune, tuners=2)
+    labels = ["a", "again", "alone", "b", "both", "tune a", "tune b"]
+    assert sorted(events) == labels and len(found) == 5
+    assert events.index("both") > events.index("tune b")
+    assert events.index("a") > events.index("tune a")
 
 
-def test_what_another_process_has_tuned_is_not_waited_for(case, store, tunable):
-    """Only jobs that are built here begin first, and are waited for."""
-    first = case.job("a", kernels=("a",))
-    place = place_of(case, [first])
-    found = build_all(place, [case.job("b", kernels=("a",))], store)
-    assert [label for label, _ in tunable] == ["b"] and len(found) == 1
+def test_a_kernel_that_another_job_has_tuned_is_not_tuned_again(case, store):
+    tuned = list[str]()
+    several = [case.job(name, kernels=frozenset(name)) for name in ("ab", "a", "bc")]
+    build_all(several, store, failed, tune=lambda job: tuned.append(job.label))
+    assert tuned == ["ab", "bc"]
 
 
-def test_the_first_of_those_that_share_kernels_is_tuned_for_each_round(
-    case, store, tunable, monkeypatch
-):
-    """Whatever is measured, not presets alone; what is known, or shared, is not."""
-    rounds = []
+def test_one_thread_tunes_nothing_ahead(case, store):
+    """A build that may have killed a process has no other beside it."""
 
-    def run_jobs(place, *_, **__):
-        rounds.append([*place.tuning])
-        return {}
+    def tune(job):
+        raise AssertionError
 
-    monkeypatch.setattr(jobs, "run_jobs", run_jobs)
-    look = Measurer(case.program, case.mesh, store, True, MeasureOptions())
-
-    def job(name, *kernels):
-        return case.job(name, kernels=kernels)
-
-    look([job("a", 1), case.job("pair"), job("b", 1), job("both", 1, 2)])
-    key = case.job("c").key
-    failed = {"status": "compile_error", "reason": "no"}
-    store.put(ProfileRecord(key=key.digest, parts=key.parts, **failed))
-    look([job("a", 1), job("c", 2), job("d", 3)])
-    look([job("e", 3), job("f", 2)])
-    digests = [[case.job(name).key.digest for name in some] for some in ("a", "d", "f")]
-    assert rounds == digests
-
-
-def test_what_has_a_kernel_in_place_is_tuned_first(case):
-    several = [case.job(name, kernels=(name,)) for name in "abc"]
-    placed = replace(several[2].constraints, replaced=("a kernel",))
-    several[2] = replace(several[2], constraints=placed)
-    found = first_of_kernels(several)
-    assert [job.kernels for job in found] == [("c",), ("a",), ("b",)]
+    assert len(build_all(some(case, "a", "b"), store, failed, 1, tune=tune)) == 2

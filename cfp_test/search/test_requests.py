@@ -218,10 +218,6 @@ def test_layers_in_turn_are_measured_in_one_pair_of_both_kinds():
         mine[1].jobs[1].key,
         mine[1].jobs[0].key,
     }
-    assert mine[0].jobs[2].kernels == (
-        *mine[0].jobs[0].kernels,
-        *mine[0].jobs[1].kernels,
-    )
 
 
 def test_segments_under_other_options_have_other_records():

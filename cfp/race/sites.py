@@ -12,16 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from cfp.context import PlanContext
 from cfp.profiling.builder import CompilePool
-from cfp.profiling.record import GPU_PLATFORMS, UNTUNED, ProfileKey, ProfileRecord
+from cfp.profiling.record import ProfileKey, ProfileRecord, untuned_options
 from cfp.program.constrain import Constraints, partition_spec
 from cfp.program.graph import Program
 from cfp.program.trace import planning_mesh
@@ -65,10 +64,14 @@ def check_sites(
 ) -> list[SiteCheck]:
     """Compares each different replaced part, with its gradients, with the original.
 
-    Returns a result for every part; `off` is 0 for a stored pass. Inputs are random, of
+    Returns a result for every part; `off` is 0 for a stored pass. Described devices and
+    several processes give none. Inputs are random, of
     two scales; masks have few or most keys. The program's constants are kept.
     """
     known: dict[str, SiteCheck] = {}
+    mesh = context.mesh
+    if not isinstance(mesh, Mesh) or len(mesh.local_devices) < mesh.size:
+        return []
     for one in constraints.replaced:
         part = written(program, one)
         parts = (
@@ -115,13 +118,15 @@ def _compare(
         for v in part.inputs
     ]
     split = len(part.derived)
-    # Without autotuning, which took ten seconds on an H200 for two runs.
-    is_gpu = context.defaults.replacing.platform in GPU_PLATFORMS
-    how: dict[str, Any] = {"compiler_options": dict(UNTUNED)} if is_gpu else {}
+    # Tuning took ten seconds on an H200 for two runs.
+    options = untuned_options(context.defaults.replacing.platform) or None
     try:
         lowered = [part.lower(*shardings), part.widened(*shardings)]
         with CompilePool(2) as pool:
-            begun = [pool.start("", partial(one.compile, **how)) for one in lowered]
+            begun = [
+                pool.start("", partial(one.compile, compiler_options=options))
+                for one in lowered
+            ]
             as_written, as_meant = (one.result() for one in begun)
         replaced = jax.jit(lambda *x: part.replaced(mesh, *x))
         widen = jax.jit(

@@ -193,8 +193,7 @@ class _Reader:
         yields: list[int] = []
         entries: list[int] = []
         body_start = len(self.ops)
-        counter = shardy.counter_of(op) if op.name == "stablehlo.while" else None
-        trips = counter and max(0, counter[1].stop - counter[1].start)
+        trips = shardy.trip_count(op) if op.name == "stablehlo.while" else None
         if op.name in shardy.REGION_OPS:
             times = repeat * (1 if trips is None else trips)
             for number, region in enumerate(op.regions):

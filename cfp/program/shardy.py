@@ -323,7 +323,7 @@ def normalise(module: ir.Module) -> int:
             elif op.name not in REGION_OPS:
                 _sink_constants(op)
                 relayout(op)
-            elif op.name == "stablehlo.while" and _runs_once(op):
+            elif op.name == "stablehlo.while" and trip_count(op) == 1:
                 # Such as a scan over a single microbatch.
                 _put_in_place(op, op.regions[1])
         for each in functions(module.operation):
@@ -466,39 +466,32 @@ def missing_pipelines() -> dict[str, str]:
     return missing
 
 
-def counter_of(loop: ir.Operation) -> tuple[int, range] | None:
-    """Returns (index among carried values, range(start, limit)) of a loop's counter.
+def trip_count(loop: ir.Operation) -> int | None:
+    """Returns how often a loop's body runs; None if it cannot be read.
 
-    Reads JAX's form of ``scan`` and ``fori_loop``: the condition tests if a counter is
-    below the limit. None for other loops, or if start or limit is no constant. The
-    counter's step is not read.
+    Reads loops in JAX's form of ``scan`` and ``fori_loop``. The body adds a step of at
+    least 1 to a counter, the condition tests if the counter is below a limit, and
+    start, limit and step are constants.
     """
-    condition = loop.regions[0].blocks[0]
-    test = owner_of(returned(loop.regions[0])[0])
+    condition, body = (region.blocks[0] for region in loop.regions)
+    test, after = owner_of(returned(loop.regions[0])[0]), returned(loop.regions[1])
     if test is None or test.name != "stablehlo.compare":
         return None
     if "LT" not in str(test.attributes["comparison_direction"]):
         return None
     place, of_limit = (_place(value, condition) for value in test.operands)
-    if place is None:
+    added = None if place is None else owner_of(after[place])
+    if place is None or added is None or added.name != "stablehlo.add":
+        return None
+    steps = [value for value in added.operands if _place(value, body) != place]
+    is_fixed = of_limit is None or _place(after[of_limit], body) == of_limit
+    if len(steps) != 1 or not is_fixed:
         return None
     limit = test.operands[1] if of_limit is None else loop.operands[of_limit]
-    start, end = _integer(loop.operands[place]), _integer(limit)
-    return None if start is None or end is None else (place, range(start, end))
-
-
-def _runs_once(loop: ir.Operation) -> bool:
-    """True if a loop's counter is below its limit in the first iteration only."""
-    if (counter := counter_of(loop)) is None:
-        return False
-    place, values = counter
-    step = owner_of(returned(loop.regions[1])[place])
-    if step is None or step.name != "stablehlo.add":
-        return False
-    if _place(step.operands[0], loop.regions[1].blocks[0]) != place:
-        return False
-    added = _integer(step.operands[1])
-    return added is not None and values.start < values.stop <= values.start + added
+    start, end, step = map(_integer, (loop.operands[place], limit, *steps))
+    if start is None or end is None or step is None or step < 1:
+        return None
+    return max(0, -(-(end - start) // step))
 
 
 def returned(region: ir.Region) -> list[ir.Value]:

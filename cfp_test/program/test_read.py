@@ -74,6 +74,35 @@ def test_trip_counts():
     assert repeats(read(twice, X), "sine") == [15]
 
 
+def counted(step, limit, *more):
+    """Returns a loop's trip count; its state is a counter, an array and `more`."""
+
+    def loop(x):
+        def body(c):
+            return c[0] + step(c), jnp.sin(c[1]), *(one - 1 for one in c[2:])
+
+        return jax.lax.while_loop(lambda c: c[0] < limit(c), body, (0, x, *more))[1]
+
+    program = read(loop, X)
+    found = None if only(program, "while").uncounted else repeats(program, "sine")
+    return found
+
+
+def test_trip_counts_follow_the_step_of_the_counter():
+    assert counted(lambda c: 20, lambda c: 100) == [5]
+    assert counted(lambda c: 30, lambda c: 100) == [4]
+    assert counted(lambda c: 20, lambda c: -1) == [0]
+    assert counted(lambda c: c[2], lambda c: 100, 20) is None
+    assert counted(lambda c: 0, lambda c: 100) is None
+    assert counted(lambda c: 1, lambda c: c[2], 100) is None
+
+    def step_first(x):
+        body, state = lambda c: (20 + c[0], jnp.sin(c[1])), (0, x)
+        return jax.lax.while_loop(lambda c: c[0] < 100, body, state)[1]
+
+    assert repeats(read(step_first, X), "sine") == [5]
+
+
 def test_trip_counts_that_are_not_known():
     def until_small(x):
         return jax.lax.while_loop(lambda c: c.sum() > 1, lambda c: jnp.sin(c), x)

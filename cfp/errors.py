@@ -35,10 +35,10 @@ _MOST_NAMES, _FEW_NAMES = 24, 5  # All names of a list; else the first.
 def known_names(
     name: str, known: Iterable[str], aliases: Mapping[str, str] | None = None
 ) -> str:
-    """Lists known names: ``Did you mean 'fully_sharded'? There are: ...``.
+    """Lists known names, or some: ``Did you mean 'fully_sharded'? There are: ...``.
 
     Args:
-      name: the unknown name; the closest known name is suggested.
+      name: the unknown name; a similar known name, if any, is suggested.
       aliases: {other word: known name}.
     """
     by_plain = {_plain(one): one for one in known}
@@ -59,7 +59,7 @@ def _plain(name: str) -> str:
 
 
 def is_installed(path: str | PurePath) -> bool:
-    """True if a file belongs to an installed package."""
+    """True if a path has a folder named site-packages or dist-packages."""
     return not _INSTALLED.isdisjoint(PurePath(path).parts)
 
 
@@ -77,13 +77,13 @@ def place_of(error: BaseException) -> str:
 
 
 def _is_foreign(filename: str) -> bool:
-    """True for files of cfp and of Python's library, and names such as ``<string>``."""
+    """True for files in cfp's or Python's library folder, and for ``<string>``."""
     parents = Path(filename).resolve().parents
     return filename.startswith("<") or _OWN in parents or _STDLIB in parents
 
 
 def warn(text: str) -> None:
-    """Issues a warning at the innermost line outside of cfp and Python's library."""
+    """Issues a UserWarning at the innermost line outside cfp and Python's library."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and _is_foreign(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
@@ -91,7 +91,7 @@ def warn(text: str) -> None:
 
 
 def summary_of(error: BaseException, lines: int = 1) -> str:
-    """Returns an exception's type and the first lines of its text, each shortened."""
+    """Returns an exception's type and first nonblank lines of its text, shortened."""
     found = [line[:_MOST_SUMMARY] for line in str(error).splitlines() if line.strip()]
     return ": ".join([type(error).__name__, *filter(None, ["\n".join(found[:lines])])])
 
@@ -101,7 +101,7 @@ class CfpError(Exception):
 
 
 def brief(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Wraps a function: tracebacks of its `CfpError` s omit the frames inside it."""
+    """Wraps a function: its CfpErrors omit inner frames if CFP_TRACEBACK is not set."""
 
     @wraps(fn)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -116,27 +116,27 @@ def brief(fn: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class OptionError(CfpError, TypeError):
-    """An option is unknown, or contradicts another."""
+    """An option or argument name is unknown or misplaced, or options contradict."""
 
 
 class StepNotTraceable(CfpError):
-    """JAX cannot trace the step with these arguments."""
+    """JAX cannot trace or lower the step, or the arguments' structure has changed."""
 
 
 class PlanMismatch(CfpError):
-    """A saved plan cannot be read, or does not fit the arguments, mesh or versions."""
+    """A plan is unreadable, or is for another step, arguments, devices or versions."""
 
 
 class ProcessError(CfpError):
-    """One of several JAX processes differs from the others, failed, or is gone."""
+    """JAX processes differ or cannot join, or one of them failed or is gone."""
 
 
 class MemoryBudgetError(CfpError):
-    """No plan fits the memory budget of a device.
+    """No plan was found that fits the memory budget of a device.
 
     Attributes:
-      smallest_feasible_bytes: memory of the smallest plan on one device.
-      contributors: (name, bytes) of the largest parts of that memory, largest first.
+      smallest_feasible_bytes: least budget found, or predicted, to be enough.
+      contributors: (part, bytes) of it, such as "temporaries", largest first.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class BlockTerms:
         matmul_ms: time of its contractions in a step, on one device.
         memory_ms: time of memory traffic in a step that contractions do not hide.
         makes: (sharding, unreduced axes) of each result, by canonical value number.
-        reads: shardings in which each operand is read, by canonical value number.
+        reads: shardings of operands, by canonical number; none of scalars or constants.
     """
 
     matmul_ms: float
@@ -74,10 +74,7 @@ class Terms:
                     self._repeats[v] = max(op.repeat, self._repeats.get(v, 1))
 
     def _only_fills(self, op: Op) -> bool:
-        """True if an op updates a buffer that its loop only passes on to the next turn.
-
-        A cache, by contrast, is read in each iteration, and may be resharded there.
-        """
+        """True if only loops, branches and barriers read a dynamic_update_slice."""
         program = self.frame.program
         if op.kind != "dynamic_update_slice":
             return False
@@ -85,11 +82,14 @@ class Terms:
         return all(map(passes, (program.ops[user] for user in users)))
 
     def same(self, value: int) -> int:
-        """Canonical number of a tensor that has several value numbers (in loops)."""
+        """Canonical number of a value, shared by a tensor's values in and at loops."""
         return self.frame.canonical.get(value, value)
 
     def turns(self, value: int) -> int:
-        """Runs per step of a value's maker, or of an argument's most frequent user."""
+        """Runs per step of the `Program.top_level` op that makes a value.
+
+        For arguments: the most runs of a reader outside of updates; 1 without any.
+        """
         program = self.frame.program
         producer = program.values[value].producer
         if producer >= 0:
@@ -190,9 +190,9 @@ class Terms:
         want: Spec,
         group: int | None = None,
     ) -> float:
-        """Estimates ms to reshard a tensor of `size` bytes; see :func:`transition`.
+        """Estimates ms to reshard a tensor of `size` bytes once; see `transition`.
 
-        The compiler combines some collectives of tensors with a storage `group`.
+        With a storage `group`, small collectives share latency with groups like it.
         """
         count = 1 if group is None else self._alike_state[self._state_key(group)]
         steps = transition(size, have, unreduced, want, self.frame.mesh)
@@ -202,7 +202,7 @@ class Terms:
     def gradients(self) -> Mapping[int, int]:
         """Storage group of each gradient, by canonical value number.
 
-        An earlier value counts, too, if it has as many elements and no other readers.
+        Earlier values, back to a contraction's, count if as large and read once.
         """
         program = self.frame.program
         found: dict[int, int] = {}
@@ -235,7 +235,7 @@ class Terms:
         return self.turns(main), program.values[main].dtype
 
     def _move_ms(self, value: int, made: Made, wants: tuple[Spec, ...]) -> float:
-        """Estimates ms per step to reshard a value for all its readers."""
+        """Estimates ms per step to reshard a value to each of `wants`; 0 if none."""
         if not wants:
             return 0.0
         size = self.frame.program.values[value].size_bytes
@@ -249,9 +249,9 @@ class Terms:
     def owned_groups(
         self, groups: Sequence[int], blocks: Sequence[BlockTerms]
     ) -> list[list[int]]:
-        """Lists, for each block, the storage groups that it reads first.
+        """Lists, for each block, the storage groups whose first reader it is.
 
-        A group without reader is at its gradient's maker, else at the first block.
+        A group without reader is at its gradient's first maker, else the first block.
         """
         frame = self.frame
         owned: list[list[int]] = [[] for _ in blocks]
@@ -267,14 +267,13 @@ class Terms:
     def state_ms(
         self, groups: Sequence[int], terms: BlockTerms, mode: Storage
     ) -> tuple[float, float]:
-        """Returns (update ms, parameter gather ms) of storage groups under a mode."""
+        """Returns (update ms, parameter gather ms) of a block's groups in one step."""
         found = [self._group_ms(i, self.wanted(i, terms), mode) for i in groups]
         return sum(memory for memory, _ in found), sum(moves for _, moves in found)
 
     def _group_state_ms(
         self, index: int, wants: tuple[Spec, ...], mode: Storage
     ) -> tuple[float, float]:
-        """Returns (update ms, gather ms) of one storage group."""
         frame, program = self.frame, self.frame.program
         group = frame.groups[index]
         main = program.args[group.args[0]]
@@ -300,7 +299,7 @@ class Terms:
     def gradients_ms(
         self, groups: Iterable[int], terms: BlockTerms, mode: Storage
     ) -> float:
-        """Estimates ms to reshard gradients that a block makes for their updates."""
+        """Estimates ms per step to reshard a block's gradients for their updates."""
         return sum(
             self._gradient_ms(index, v, made, self.wanted(index, terms), mode)
             for index in groups
@@ -334,7 +333,7 @@ class Terms:
         return terms.reads.get(self.same(main), ())
 
     def narrowed(self, reads: Sequence[int], main: int) -> float:
-        """Share of value `main`'s bytes after the narrowest cast among ops `reads`."""
+        """Share of `main`'s bytes left by the narrowest cast in `reads`; 1 at most."""
         program = self.frame.program
         whole = dtype_bytes(program.values[main].dtype)
         casts = [program.ops[op] for op in reads if program.ops[op].kind == "convert"]
@@ -351,15 +350,15 @@ Step = tuple[str, tuple[str, ...], float]
 def transition(
     size_bytes: float, have: Spec, partial: tuple[str, ...], want: Spec, mesh: Mesh
 ) -> tuple[Step, ...]:
-    """Lists the collectives that reshard a tensor; () if local slices suffice.
+    """Estimates the collectives that reshard a tensor; () if local slices suffice.
 
     Args:
         size_bytes: bytes of the whole tensor.
         partial: axes over which the tensor still has to be summed.
 
     Returns:
-        Steps (kind, axes, bytes). Bytes are an all-gather's output, a reduction's input
-        on a device, or all inputs of a group in an all-to-all.
+        Steps (kind, axes, bytes). Bytes are an all-gather's output or a reduction's
+        input, both on a device, or all inputs of a group in an all-to-all.
     """
     sizes = dict(mesh)
 

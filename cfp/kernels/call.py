@@ -1,7 +1,7 @@
 """`cfp.attention`: attention by a chosen kernel and strategy, on one device or many.
 
-If the devices do not divide the heads, shared key heads are copied and heads of zeros
-are added.
+If the devices do not divide the heads, key heads may be copied, and heads of zeros
+may be added.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HeadFit:
     """Padding and repetition that make heads divisible by a number of parts.
 
     Attributes:
-      repeats: copies of each key and value head.
+      repeats: times that each key and value head occurs, 1 if not copied.
       padded_kv_heads: number of key and value heads, copies and zeros included.
       group: query heads per key head, after copying.
     """
@@ -66,10 +66,10 @@ class HeadFit:
 
 
 def fit_heads(heads: int, kv_heads: int, parts: int) -> HeadFit:
-    """Finds the padding with the fewest heads that `parts` divides.
+    """Finds the padding with the fewest heads, of queries and keys together.
 
-    A key head is copied if several parts have its query heads. Heads of zeros fill up
-    the rest. `heads`, of queries, is a multiple of kv_heads.
+    `parts` divides the padded key heads. All key heads get the same number of copies;
+    heads of zeros fill up the rest. `heads`, of queries, is a multiple of kv_heads.
     """
     group = heads // kv_heads
     fits = [
@@ -109,8 +109,8 @@ def attention(
     """Computes attention by a chosen kernel and strategy, on one device or a mesh.
 
     Differentiable in q, k, v and bias. Call it inside `jax.jit`: outside, each call
-    with a mesh compiles again. If devices do not divide heads or tokens, key heads are
-    copied, heads of zeros are added, and tokens are padded and masked.
+    may compile again. If devices do not divide heads or tokens, key heads are copied,
+    heads of zeros are added, and tokens are padded and masked. The batch is not padded.
 
     Args:
       q: [batch, queries, heads, head_dim].
@@ -123,12 +123,12 @@ def attention(
       segment_ids: [batch, tokens] int32: a query sees only keys of its own id. A pair
         has the ids of queries and of keys.
       key_lengths: [batch] int32: number of keys of each sequence, at least one; the
-        others are padding. Not together with segment ids.
-      bias: [1 or batch, 1 or heads, queries, keys], added after the soft cap. cuDNN
-        needs the dtype of q.
+        others are padding. Segment ids would be ignored beside it.
+      bias: [1 or batch, 1 or heads, queries, keys] floats, added after the soft cap.
+        cuDNN needs the dtype of q; "chunked" and sharded keys take none.
       softcap: scores become softcap * tanh(scores / softcap).
       scale: factor of the products of queries and keys; default 1 / sqrt(head_dim).
-      mesh: the devices; None for one device.
+      mesh: the devices; a strategy needs it.
       strategy: roles of mesh axes, such as ``{"x": "ring"}``, or one role if the mesh
         has one axis; `cfp.attention_options` lists them. None: XLA shards the kernel.
       implementation: by default the first of "cudnn", "chunked" and "xla" that can
@@ -140,7 +140,7 @@ def attention(
       The output, with the shape and dtype of q.
 
     Raises:
-      CfpError: arguments do not fit, or no implementation can compute the strategy.
+      CfpError: arguments do not fit, or no allowed implementation can compute them.
     """
     problem = problem_of(
         q,
@@ -172,7 +172,7 @@ def _choose(
     implementation: str | None,
     zigzag_tokens: bool,
 ) -> _Choice:
-    """Chooses strategy and kernel for a problem; raises CfpError with all refusals."""
+    """Reads the strategy, chooses the first kernel that can; CfpError if none can."""
     strategy = AttentionStrategy.of(given, dict(mesh.shape) if mesh is not None else {})
     # On CPUs plain attention, which keeps the scores, is the default.
     usual = ("xla",) if platform_of(mesh) == "cpu" else tuple(KERNELS)
@@ -237,7 +237,7 @@ def _pads_keys(problem: AttentionProblem, strategy: AttentionStrategy) -> bool:
 
 
 def _local(problem: AttentionProblem, strategy: AttentionStrategy) -> AttentionProblem:
-    """One device's part of a problem, padding included, with one ring step's keys."""
+    """One device's part of a problem, padding included; in a ring, one rank's keys."""
     fit = _fit(problem, strategy)
     parts = strategy.parts(HEADS, ULYSSES)
     return replace(
@@ -256,7 +256,6 @@ class _Choice:
 
     Attributes:
       problem: the whole problem, of all devices.
-      mesh: None for one device.
       heads: padding of heads.
       converts: True if tokens are in natural order, which a zigzag strategy converts.
     """
@@ -270,7 +269,7 @@ class _Choice:
 
     @property
     def mask(self) -> Mask:
-        """The mask over all tokens, by position, without segments."""
+        """Conditions on positions of all tokens, without segments and key lengths."""
         keys = self.problem.keys if _pads_keys(self.problem, self.strategy) else None
         return replace(self.problem.mask(), keys=keys)
 
@@ -338,7 +337,7 @@ class _Choice:
         return x
 
     def _inside(self, q: Array, k: Array, v: Array, **rest: Array) -> Array:
-        """One device's part, inside `jax.shard_map`."""
+        """Computes one device's part of the output, inside `jax.shard_map`."""
         strategy = self.strategy
         compute = self._local if strategy.spread is None else self._spread
         if not (axes := strategy.axes(ULYSSES)):
@@ -413,7 +412,8 @@ def attention_options(
     Args:
       q, k, v, causal, window, segment_ids, bias, softcap, scale: as for
         `cfp.attention`; only shapes and dtypes of arrays matter.
-      mesh: its axes get every role, or none; without it, one strategy has no roles.
+      mesh: each of its axes gets each role, or none, in all combinations; without it,
+        only the strategy without roles is listed.
       platform: the devices' platform; by default the mesh's, or JAX's.
 
     Returns:

@@ -1,8 +1,8 @@
-"""Attention in chunks, written in lax: no whole score matrix, on any platform.
+"""Attention in chunks of up to 1024 tokens, written in lax, on any platform.
 
-Two loops run over chunks of queries and of keys, with running sums of each row. Chunks
-without visible keys are skipped. Rabe and Staats, "Self-attention Does Not Need O(n^2)
-Memory", 2021; Dao, "FlashAttention-2", 2023.
+Two loops run over chunks of queries and of keys, with running sums of each row. They
+skip chunks of keys that positions hide from all queries of a chunk. Rabe and Staats,
+"Self-attention Does Not Need O(n^2) Memory", 2021; Dao, "FlashAttention-2", 2023.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
 def whole(
     q: Array, k: Array, v: Array, scores: Scores, mask: Mask, bias: Array | None = None
 ) -> Array:
-    """Computes attention in q's dtype, without a bias; its gradient: `gradients`."""
+    """Computes attention; the output has q's dtype. A bias raises AssertionError."""
     assert bias is None, "refused before"
     return _whole(q, k, v, scores, mask)
 
@@ -145,7 +145,7 @@ def _if_met(mask: Mask, meet, so_far: _Arrays) -> _Arrays:
 def _even(
     mask: Mask, by_query: _Arrays, by_key: _Arrays
 ) -> tuple[Mask, list[Array], list[Array]]:
-    """Pads queries and keys beyond one chunk to whole chunks; masks added keys."""
+    """Pads queries, and keys, to whole chunks if beyond one; masks added keys."""
     queries, keys = by_query[0].shape[1], by_key[0].shape[1]
     more_q, more_k = _missing(queries), _missing(keys)
     query = positions_of(mask.query_positions, queries)
@@ -205,13 +205,13 @@ Partial = tuple[Array, ...]
 
 
 def nothing_yet(q: Array) -> Partial:
-    """Result of attention without keys: zeros, and log-sum-exp -inf."""
+    """Result of attention without keys: zeros, and log-sum-exp -inf, in float32."""
     out = jnp.zeros(q.shape, jnp.float32)
     return out, jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)
 
 
 def merge(one: Partial, other: Partial) -> Partial:
-    """Combines results of attention to two sets of keys, in float32.
+    """Combines results of attention to two disjoint sets of keys, in float32.
 
     Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """

@@ -72,7 +72,7 @@ class Side:
     Attributes:
         node: the value, before broadcasts and transposes.
         letters: names of its dims.
-        reads: its uses in the bodies of all passes; the smallest tensor comes last.
+        reads: for each reader the operand, then the values that views make it from.
     """
 
     node: Node
@@ -92,7 +92,7 @@ class Steps:
         """Collects the steps of a region's contractions, and names all dims.
 
         Raises:
-            Different: an op is not provable, or dims cannot be named.
+            Different: an op, a dtype or a dim has no place in an attention.
         """
         self.region, self.values = region, region.values
         self.program = region.program
@@ -117,7 +117,7 @@ class Steps:
     # -- names of dims -----------------------------------------------------------------
 
     def _of(self, op: Op, v: int, dims: Dims, known: dict[int, int]) -> _Places:
-        """Ids of a tensor's dims, 0 for size 1; adds to `known`, {factor: id}."""
+        """Ids of a tensor's dims by `known`, {factor: id}, extended; 0 for size 1."""
         found, sizes = list[int](), op.known_rule.sizes
         for size, factors in zip(self.program.shape(v), dims, strict=True):
             large = [f for f in factors if sizes[f] > 1 and size > 1]
@@ -135,7 +135,7 @@ class Steps:
         return number
 
     def _letters(self, places: _Places, other: str = "") -> Letters:
-        """Letters of numbered dims, `other` if scores lack one; may raise Different."""
+        """Letters of dims, `other` if scores lack a dim; Different if not distinct."""
         same, names = self._same, self._names
         found = [names.get(same.find(x), other) if x else "" for x in places]
         if len({*found} - {""}) < sum(map(bool, places)):
@@ -143,7 +143,7 @@ class Steps:
         return tuple(found)
 
     def _named(self) -> dict[object, str]:
-        """Returns {dim's id: letter} of the scores: batch or heads, queries, keys."""
+        """Returns {root of a dim's ids: letter} of the scores; may raise Different."""
         region, names = self.region, dict[object, str]()
         made = [self._places[n] for n, op in self._order.items() if op is region.scores]
         for places in zip(*made, strict=True):
@@ -230,7 +230,7 @@ class Steps:
         return Step(op, tuple(args), letters, sums)
 
     def _key(self, read: _Reader) -> Key:
-        """Key (number, letters) of a contraction's operand, or a side, registered."""
+        """Key (number, letters) of a contraction's operand or a side; adds the side."""
         op, index, node, places = read
         if op.kind == "dot_general":
             return self._root(node, self._tensor(op, index, places))
@@ -242,7 +242,7 @@ class Steps:
         return key
 
     def _tensor(self, op: Op, index: int, places: _Places) -> Tensor:
-        """A contraction's operand by index, or its result (index -1)."""
+        """A contraction's operand by index, or its result (-1); may raise Different."""
         v = (*op.operands, *op.results)[index]
         if self.program.values[v].dtype not in FLOATS:
             raise Different(f"{where(op)} does not multiply in f32, bf16 or f16")
@@ -283,7 +283,7 @@ class Steps:
     def _before(
         self, op: Op, letters: Letters, views: frozenset[str]
     ) -> Letters | None:
-        """Letters of a view's operand; None for other ops, or merged or split dims."""
+        """Letters of a view's operand; None for other ops, merged and split dims."""
         if op.kind not in views or op.rule is None:
             return None
         dtypes = {self.program.values[v].dtype for v in (*op.operands, *op.results)}
@@ -298,7 +298,7 @@ class Steps:
     # -- passes ------------------------------------------------------------------------
 
     def passes(self) -> list[Core]:
-        """Forward passes, then the backward pass, if there is one."""
+        """Forward passes, then the backward pass, each if any; may raise Different."""
         forward = [n for n, role in self._roles.items() if role == "out"]
         found = [self._pass({"out": n}) for n in forward]
         backward = {role: n for n, role in self._roles.items() if role != "out"}
@@ -334,7 +334,7 @@ class Steps:
         return [arg for arg in self._args[number] if isinstance(arg, int)]
 
     def _pass(self, sinks: Mapping[str, int]) -> Core:
-        """The pass that makes these results, {name: step's number}."""
+        """The pass that makes `sinks`, {name: step's number}; may raise Different."""
         numbers = self._made_of(*sinks.values())
         steps = {n: step for n, step in self.found.items() if n in numbers}
         dots = [n for n in steps if steps[n].op.kind == "dot_general"]
@@ -395,17 +395,16 @@ class Core:
         return "dout" in self.reads
 
     def run(self, known: Mapping[Any, Any], *, cast: bool = False) -> dict[Arg, Any]:
-        """Computes the steps' results by NumPy, in float64.
+        """Computes steps by NumPy; returns `known`, with their results by number added.
 
         Args:
-            known: arrays with a dim for each letter of `ORDER`: operands, sides, and
-                results of steps that are not to be computed.
-            cast: True rounds results to the program's dtypes.
+            known: float64 arrays with a dim for each letter of `ORDER`: operands and
+                sides by key; by number, results of steps that are not to be computed.
+            cast: True rounds operands and results to the program's dtypes.
         """
         made: dict[Arg, Any] = dict(known)
 
         def rounded(x: Any, v: int) -> Any:
-            """Rounds an array to a value's dtype, and back to float64, if `cast`."""
             dtype = numpy_dtype(self.every.program.values[v].dtype)
             return np.asarray(x).astype(dtype).astype(np.float64) if cast else x
 

@@ -1,6 +1,6 @@
 """cuDNN's flash attention, through `jax.nn.dot_product_attention`.
 
-A ring calls the two kernels of JAX's function one by one. The forward kernel returns
+A ring calls the two kernels of JAX's function separately. The forward kernel returns
 its log-sum-exp in float32; the backward kernel takes the whole row's log-sum-exp. Their
 primitives are found by name in the jaxpr of the public function, so that no private
 module of JAX is imported.
@@ -83,7 +83,7 @@ def _least_capability() -> float | None:
 def whole(
     q: Array, k: Array, v: Array, scores: Scores, mask: Mask, bias: Array | None
 ) -> Array:
-    """Computes attention by JAX's public function, differentiably."""
+    """Computes what `refusal` accepts by JAX's public function, differentiably."""
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -100,7 +100,7 @@ def whole(
 def attend(
     q: Array, k: Array, v: Array, scores: Scores, mask: Mask
 ) -> tuple[Array, Array]:
-    """Like `plain.attend`, with the output in q's dtype, and a causal mask or none."""
+    """Like `plain.attend`: output in q's dtype, mask causal or none, no derivative."""
     call = _find(FORWARD, q, k, v, scores, mask)
     out, lse = _bind(call, {0: q, 1: k, 2: v})[:2]
     return out, lse.swapaxes(1, 2)
@@ -137,7 +137,7 @@ def _find(name: str, q: Array, k: Array, v: Array, scores: Scores, mask: Mask) -
 
 
 def _bind(equation: Any, given: dict[int, Array]) -> Any:
-    """Runs an equation's primitive; operands that are not given must be empty."""
+    """Runs an equation's primitive on {index: operand}; others must have size 0."""
     operands = []
     for place, variable in enumerate(equation.invars):
         if place in given:

@@ -25,7 +25,7 @@ Letters = tuple[str, ...]
 
 
 def placed(x: Any, have: Sequence[str], want: Sequence[str]) -> Any:
-    """Transposes dims named `have` to the order `want`; missing dims get size 1."""
+    """Transposes dims named `have` to the order `want`, with size 1 for new names."""
     names = [a for a in have if a]
     x = x.reshape([n for n, a in zip(x.shape, have, strict=True) if a])
     x = x.transpose([names.index(a) for a in want if a in names])
@@ -45,7 +45,7 @@ class SideMeaning:
     """A mask, bias or lengths that a kernel reads.
 
     Attributes:
-        letters: names of the dims along which it varies.
+        letters: names of the dims along which it may vary.
         factor: factor of a bias.
     """
 
@@ -66,7 +66,7 @@ class Meaning:
         sides: inputs besides q, k and v.
         visible: combinations of the masks' states that show a key.
         by_key: True if masks, if any, hide keys from all queries and heads alike.
-        empty: output of a query that sees no key; "" if every query sees one.
+        empty: MEAN or NAN, the output of a query without keys; "" if each sees one.
         passes_hidden: True if gradients of a query without keys pass to all scores.
     """
 
@@ -101,7 +101,7 @@ class Way:
 
     @classmethod
     def read(cls, how: Sequence[str]) -> Way:
-        """Reads words of `how`; raises PlanMismatch if a name is unknown."""
+        """Reads words of `how`; raises PlanMismatch for an unknown kernel or role."""
         implementation, *words = how
         roles = tuple((w.rpartition("=")[0], w.rpartition("=")[2]) for w in words)
         if implementation not in KERNELS or any(role not in ROLES for _, role in roles):
@@ -116,8 +116,8 @@ class PassShapes:
     """Shapes, dtypes and letters of dims of a pass's operands and results.
 
     Attributes:
-        reads: q, k, v, masks and biases; in a backward pass then the output's gradient.
-        makes: the output, or the gradients.
+        reads: q, k, v and sides; in a backward pass then the output's gradient.
+        makes: the output; in a backward pass dq, dk and dv.
         out: the output of the forward computation.
     """
 
@@ -136,7 +136,7 @@ class AttentionFunctions:
         sizes: (letter, size) pairs.
         passes: shapes for each stage.
         precision: precision of matrix products, by JAX's name.
-        jax_version: part of the record, since kernels depend on it.
+        jax_version: part of the repr, under which measurements are stored.
     """
 
     meaning: Meaning
@@ -148,7 +148,7 @@ class AttentionFunctions:
 
     @property
     def how(self) -> tuple[str, ...]:
-        """Words in plans: the implementation, then ``axis=role`` for each."""
+        """Words in plans: the implementation, then ``axis=role`` for each role."""
         return self.way.how
 
     def stages(self, mesh: Mesh) -> Sequence[Any]:
@@ -168,7 +168,7 @@ class AttentionFunctions:
         return [stage(one) for one in self.passes]
 
     def _compute(self, mesh: Mesh, one: PassShapes) -> Any:
-        """Forward function: q, k, v and sides to the output, in the program's dims."""
+        """Makes a function of q, k, v, sides; its output has the program's dims."""
 
         def compute(q: Array, k: Array, v: Array, *rest: Array) -> Any:
             sizes, orders = dict(self.sizes), self._orders
@@ -211,7 +211,7 @@ class AttentionFunctions:
     def _sides(
         self, shapes: Sequence[Shaped], rest: Sequence[Array], sizes: Mapping[str, int]
     ) -> dict[str, Array]:
-        """Lengths, bias, all masks as one (True: visible) by kind, in kernels' dims."""
+        """Sides there are by kind, in kernels' dims; masks as one, True if visible."""
         meaning = self.meaning
         batch, tokens, heads, _ = self._orders["q"]
         own = {a for side in meaning.sides for a in side.letters}
@@ -235,7 +235,7 @@ class AttentionFunctions:
 
 
 def shown(masks: Sequence[Any], visible: Iterable[tuple[float, ...]]) -> Any:
-    """Boolean array, True where the masks' states are a combination in `visible`."""
+    """True where the states of `masks` are one of `visible`; neither is empty."""
 
     def has(x: Any, state: float) -> Any:
         if x.dtype == bool:
@@ -382,7 +382,7 @@ def _spread(
     groups: Sequence[Sequence[str]],
     sizes: Mapping[str, int],
 ) -> Array:
-    """Broadcasts an array to all letters, and merges each group into one dim."""
+    """Broadcasts an array to the letters of `groups`; each group becomes one dim."""
     wanted = [a for group in groups for a in group]
     x = placed(x, letters, wanted)
     x = jnp.broadcast_to(x, [sizes[a] for a in wanted])

@@ -2,7 +2,7 @@
 
 Configuration: a function is another program inside ``jax.enable_x64(True)`` or
 ``jax.default_matmul_precision("highest")``. ``jax.jit`` compares a tuple that JAX keeps
-for each thread, and traces again if it differs; `cfp.parallelize` does the same. The
+for each thread, and traces again if it differs; `cfp.parallelize` compares it, too. The
 tuple is private. Reading each public setting instead takes 0.17 ms, not 0.0001.
 
 cuDNN: `jax.nn.dot_product_attention(implementation="cudnn")` reads the version of
@@ -53,12 +53,12 @@ _others = attrgetter(*(name for name in _ALSO if hasattr(jax.config, name)))
 
 
 def trace_context_key() -> Hashable:
-    """Returns this thread's JAX configuration; jit retraces if it differs."""
+    """Key of this thread's JAX settings that may change a trace or what runs."""
     return trace_context(), _others(jax.config)
 
 
 def compiler_settings() -> tuple[tuple[str, str], ...]:
-    """Returns (name, value) of changed settings that affect what runs, not traces."""
+    """Returns (name, value) of settings in `_ALSO` that differ from JAX's defaults."""
     # `jax.config` has no attributes for some settings.
     values = jax.config.values
     found = {
@@ -70,10 +70,10 @@ def compiler_settings() -> tuple[tuple[str, str], ...]:
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Turns off `jax_debug_nans` and `jax_debug_infs` in this thread.
+    """Turns off `jax_debug_nans` and `jax_debug_infs` in this thread, in a ``with``.
 
-    Under these checks JAX donates no memory and reads all results: measurements on
-    random numbers would change, or fail.
+    Each makes JAX read all results, and may raise for those of random numbers. Under
+    `jax_debug_nans` JAX donates no memory.
     """
     with jax.debug_nans(False), jax.debug_infs(False):
         yield
@@ -89,7 +89,7 @@ def check_numbers(results: Sequence[tuple[str, jax.Array]]) -> None:
     """Checks (path, array) pairs as `jax_debug_nans` and `jax_debug_infs` require.
 
     Raises:
-        FloatingPointError: an array has a NaN or infinity; the message has its path.
+        FloatingPointError: an array has a number that an active setting refuses.
     """
     settings = (("NaN", "nans", jnp.isnan), ("infinity", "infs", jnp.isinf))
     for name, short, test in settings:
@@ -138,9 +138,9 @@ def _numbers(capability: str) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def cudnn_expected() -> Iterator[None]:
-    """Makes JAX trace its cuDNN attention without a GPU, as for Hopper GPUs.
+    """Makes JAX trace its cuDNN attention as for Hopper GPUs, in a ``with``.
 
-    Lowering the traced op for CPU devices still fails.
+    Changes nothing if JAX's default backend is "gpu". Lowering for CPUs still fails.
     """
     is_here = jax.default_backend() == "gpu"
     own = {name: getattr(fused, name) for name in _ANSWERS}
@@ -181,7 +181,7 @@ class Channel:
         """Waits for the value of a key; None if it is not set in time.
 
         Raises:
-            jax.errors.JaxRuntimeError: the coordinator cannot be reached.
+            jax.errors.JaxRuntimeError: another failure, unless JAX ends the process.
         """
         try:
             return self._client.blocking_key_value_get(key, int(seconds * 1000))
@@ -191,12 +191,12 @@ class Channel:
             return None
 
     def below(self, folder: str) -> Mapping[str, str]:
-        """Returns {key without ``folder/``: value} of keys that are set by now."""
+        """Returns {key without ``folder/``: value} of keys that now begin with it."""
         found = self._client.key_value_dir_get(f"{folder}/")
         return {key.removeprefix(f"{folder}/"): text for key, text in found}
 
     def forget(self, folder: str) -> None:
-        """Removes all keys that begin with ``folder/``."""
+        """Removes the key ``folder``, and all keys that begin with ``folder/``."""
         self._client.key_value_delete(f"{folder}/")
 
 
@@ -241,7 +241,7 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def with_inner(eqn: JaxprEqn, change: ChangeProgram) -> JaxprEqn:
-    """Applies `change` to jaxprs in an equation; returns `eqn` if none changes."""
+    """Applies `change` to jaxprs in `eqn.params`; returns `eqn` if it changes none."""
     params = {name: _changed(eqn.params[name], change) for name in sorted(eqn.params)}
     if all(params[name] is eqn.params[name] for name in params):
         return eqn
@@ -275,10 +275,10 @@ def with_equations(
 
 
 def do_the_same(one: Jaxpr, other: Jaxpr) -> bool:
-    """True if two traces are the same program, weak types aside.
+    """True if two traces print the same equations, weak types and addresses aside.
 
     ``jnp.clip`` and ``jnp.where`` convert weakly typed values to their own dtype; such
-    conversions do not count.
+    conversions do not count. Numbers in constant arrays are not compared.
     """
     if _text(one) == _text(other):
         return True
@@ -305,7 +305,7 @@ def _typed(literal: Any) -> Literal:
 
 
 def _without_conversions(jaxpr: Jaxpr, change: ChangeProgram) -> Jaxpr:
-    """Removes conversions that keep the dtype, and applies `change` to inner jaxprs."""
+    """Removes conversions to the same dtype, rounds literals, changes inner jaxprs."""
     sources: dict[Any, Any] = {}
 
     def read(values: Sequence[Any]) -> list[Any]:
@@ -345,8 +345,8 @@ def _changed(value: Any, change: ChangeProgram) -> Any:
 def deferred(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a program that JAX lowers for a mesh without devices.
 
-    JAX refuses that for custom_partitioning ops and host callbacks. They are wrapped in
-    an op that it does not refuse, and lowered inside.
+    JAX refuses some ops there, such as host callbacks. Each is wrapped in an op that
+    JAX accepts. `jax.debug.inspect_array_sharding` is not, and still fails.
     """
     return with_equations(closed, _deferred)
 

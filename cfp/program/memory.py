@@ -31,7 +31,7 @@ def has_host_memory(device: Any) -> bool:
 
 
 def memory_kind(leaf: Any) -> str:
-    """Returns the kind of host memory of an array or aval; "" for device memory."""
+    """Returns the kind of host memory in `leaf.sharding`; "" if it names none."""
     return host_kind(getattr(leaf, "sharding", None))
 
 
@@ -67,7 +67,7 @@ def result_memory_kinds(jaxpr: Jaxpr, argument_kinds: Sequence[str]) -> tuple[st
 
 
 def on_device(tree: Any) -> Any:
-    """Moves arrays of a pytree from host memory to their devices' memory."""
+    """Moves `jax.Array` leaves in host memory to device memory; keeps other leaves."""
 
     def moved(leaf: Any) -> Any:
         if not memory_kind(leaf):
@@ -78,7 +78,7 @@ def on_device(tree: Any) -> Any:
 
 
 def in_host(tree: Any) -> Any:
-    """Moves arrays of a pytree to host memory.
+    """Moves each `jax.Array` of a pytree to pinned host memory; keeps other leaves.
 
     Unchanged: deleted arrays, arrays with shards on other processes' devices, and
     arrays on devices without pinned host memory.
@@ -97,7 +97,7 @@ def in_host(tree: Any) -> Any:
 
 
 def host_kind(sharding: Any) -> str:
-    """Returns the kind of host memory of a sharding; "" for device memory."""
+    """Returns the kind of host memory of a sharding; "" for device memory or None."""
     kind = getattr(sharding, "memory_kind", None)
     return kind if kind in _OF_THE_HOST else ""
 
@@ -140,7 +140,7 @@ def on_auto_mesh(sharding: NamedSharding) -> NamedSharding:
 
 
 def in_memory(shardings: Sequence[_S], kinds: Sequence[str]) -> tuple[_S, ...]:
-    """Returns shardings with their kinds of memory; "" leaves a sharding unchanged."""
+    """Returns shardings in kinds of memory; "" and an empty `kinds` change nothing."""
     if not any(kinds):
         return tuple(shardings)
     found: list[Any] = [
@@ -153,7 +153,7 @@ def in_memory(shardings: Sequence[_S], kinds: Sequence[str]) -> tuple[_S, ...]:
 def placed_avals(
     avals: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Adds to types those shardings that are in host memory or on explicit axes."""
+    """Adds to types the shardings in host memory, or on meshes with explicit axes."""
     return tuple(
         jax.ShapeDtypeStruct(
             aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
@@ -171,7 +171,7 @@ def put(leaf: Any, sharding: Sharding) -> jax.Array:
     """Moves a whole array to a sharding, also over several processes.
 
     Args:
-        leaf: the whole array, equal in all processes.
+        leaf: a whole array, equal in all processes; or a `jax.Array` over several.
     """
     is_here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
     if sharding.is_fully_addressable or not is_here:
@@ -192,10 +192,10 @@ def put(leaf: Any, sharding: Sharding) -> jax.Array:
 
 
 def fetch(leaf: jax.Array, device: Any) -> jax.Array:
-    """Gathers a sharded array on one device of this process.
+    """Copies a whole array, which may be sharded, to one device of this process.
 
     All processes with shards of the array call this, each with its own `jax.Device`.
-    Shards on a mesh's devices are joined there; `jax.device_put` would use the host.
+    A sharded array in device memory is first copied whole to all devices of its mesh.
     """
     mesh = getattr(leaf.sharding, "mesh", None)
     if mesh is not None and not leaf.is_fully_replicated and not memory_kind(leaf):
@@ -213,5 +213,5 @@ def fetch(leaf: jax.Array, device: Any) -> jax.Array:
 
 
 def _same(leaf: jax.Array) -> jax.Array:
-    """Returns the array; a named function, so that JAX compiles it once per shape."""
+    """Returns the array; JAX would compile a new lambda at each call."""
     return leaf

@@ -1,8 +1,8 @@
 """Lowers parts of programs by themselves, and evaluates constants.
 
 A part's ops are cloned into the body of a placeholder function with the part's types,
-lowered by JAX. So donation, pytrees and arrays of several processes work as for any
-jitted function. A whole step has JAX's own types: StableHLO has integers for random
+lowered by JAX. So donation and arrays of several processes work as for any jitted
+function. A whole step has JAX's own types: StableHLO has integers for random
 keys, and no weak types. Each part is cut out once, and lowered with many shardings,
 since cutting one layer out of 48 takes 0.37 s.
 
@@ -41,9 +41,9 @@ class Part:
     """A set of a program's ops that is compiled by itself.
 
     Attributes:
-        ops: ids of top-level ops, in program order, constants included.
-        inputs: ids of values that the ops read and do not make.
-        outputs: ids of values that ops outside read, or that the program returns.
+        ops: ids in program order, with constants; ops in their regions are left out.
+        inputs: ids of arguments: values that the ops read and do not make; maybe more.
+        outputs: ids of returned values; from `cut_part` those that are used outside.
         instead: (id of an operand, id of the value to read in its place) pairs.
     """
 
@@ -62,7 +62,7 @@ class Numbered:
     """New ids for a part's ops and values, from 0.
 
     Attributes:
-        digest: equal for equal ops and types, in any programs; outputs do not count.
+        digest: of ops and types, not ids; outputs and most constants do not count.
         values: {value id in the program: id in the part}.
         ops: {op id in the program: id in the part}.
     """
@@ -102,7 +102,7 @@ class Numbered:
 
 @searched_once
 def numbered(program: Program, part: Part) -> Numbered:
-    """Numbers a part's ops and values."""
+    """Numbers a part's values, inputs first, and its ops in program order."""
     values: dict[int, int] = {v: i for i, v in enumerate(part.inputs)}
     digest = hashlib.sha256()
     ops: dict[int, int] = {}
@@ -279,8 +279,8 @@ class Signature:
     """Types of inputs and outputs, in order.
 
     Attributes:
-        memory: kinds of host memory of the inputs and of the outputs, "" for device
-            memory; two empty tuples if all are in device memory.
+        memory: kinds of host memory of the inputs and of the outputs; "" or an empty
+            tuple for device memory.
     """
 
     inputs: Avals
@@ -303,7 +303,7 @@ class Signature:
         out_shardings: Sequence[NamedSharding] | None = None,
         donate_argnums: Sequence[int] = (),
     ) -> jax.stages.Lowered:
-        """Lowers a placeholder of these types, whose body is replaced later."""
+        """Lowers a placeholder of these types; the caller replaces its body."""
 
         def placeholder(*inputs: jax.Array) -> tuple[jax.Array, ...]:
             # Results of a type share a zero: tracing hundreds is slow.
@@ -330,7 +330,7 @@ def aval(program: Program, value: int) -> jax.ShapeDtypeStruct:
 
 
 def signature(program: Program, part: Part) -> Signature:
-    """Returns types of a part; keys and weak types only for a whole program."""
+    """Returns types of a part; keys, weak types and memory only for a whole step."""
     if part.is_whole(program) and program.arg_avals:
         memory = (program.arg_memory, program.output_memory)
         return Signature(program.arg_avals, program.output_avals, memory)
@@ -408,11 +408,11 @@ COMPARE: Mapping[str, Callable[..., Any]] = {
 
 
 class NotConstant(Exception):
-    """Raised if a value depends on an argument or unsupported op, or is too large."""
+    """Raised if a value is not computed: not constant, not supported, or too large."""
 
 
 class Constants:
-    """Evaluates values of one program that depend on no argument."""
+    """Evaluates values of one program from its constants, and from given values."""
 
     def __init__(self, program: Program) -> None:
         self._program = program

@@ -68,7 +68,7 @@ class Factor:
     """A factor (dims of an op's tensors that are sharded alike) that may be sharded.
 
     Attributes:
-        places: the dims.
+        places: (tensor, dim) pairs; tensors are the operands, then the results.
         size: all allowed numbers of pieces divide it.
         is_sum: True if the op sums over the factor.
     """
@@ -86,7 +86,7 @@ class PartitionedCall:
         whole: the op's computation on one device.
         partition: the user's callback, called with a mesh, operands and results.
         platforms: platforms that the op was lowered for.
-        name: the call's name in modules; equal for the same computation and rule.
+        name: its name in modules: `label`, FLOPs, digest of computation and rule.
         factors: factors that the callback shards.
         refusals: distinct reasons why other factors are not sharded.
         rule: text of Shardy's rule for `factors`.
@@ -136,7 +136,7 @@ class PartitionedCall:
         return None if places == dims else "its operands are to be whole along that dim"
 
     def axes(self, operands: Any, results: Any) -> list[Spec]:
-        """Returns the mesh axes of each dim, from trees of `NamedSharding` s."""
+        """Returns each tensor's mesh axes by dim, from trees of `NamedSharding` s."""
         leaves = (
             *self.in_tree.flatten_up_to(operands),
             *self.out_tree.flatten_up_to(results),
@@ -157,7 +157,7 @@ _DESCRIBED: dict[Any, PartitionedCall] = {}
 
 
 def call_of(attributes: str) -> PartitionedCall | None:
-    """Returns the op that attributes name; None if they name none of this process."""
+    """Finds the call named in an op's attributes; None if this process has none."""
     found = PARTITIONED.search(attributes)
     return _CALLS.get(found[1]) if found else None
 
@@ -200,7 +200,7 @@ _CUDNN_LAYOUT_ARGUMENT = 5  # Of the static ones.
 def factors_of_cudnn(
     partition: Callable[..., Any], static_args: Sequence[Any], tensors: Sequence[Shape]
 ) -> list[Factor]:
-    """Returns the factors of JAX's cuDNN attention; [] for other ops."""
+    """Returns factors of JAX's cuDNN attention, batch and heads; [] for other ops."""
     name = getattr(partition, "__name__", "")
     if getattr(partition, "__module__", "") != _CUDNN_MODULE or name not in _CUDNN:
         return []
@@ -249,8 +249,9 @@ def _common(tensors: Sequence[Shape], places: Iterable[OpDim], pieces: int = 0) 
 def lowering_parameters(mesh: Mesh | AbstractMesh | None) -> mlir.LoweringParameters:
     """Returns JAX's lowering parameters that make custom_partitioning ops named calls.
 
-    On one device (`mesh` is None or has size 1) the ops are inlined instead. For an
-    `AbstractMesh`, host callbacks are lowered without the platform's runtime.
+    On one device (`mesh` is None or has size 1), and in a `shard_map` over all axes,
+    the ops are inlined instead. For an `AbstractMesh`, host callbacks are lowered
+    without the platform's runtime.
     """
     rules: Any = [(jax_partitioning.custom_partitioning_p, partial(_lower, mesh))]
     if isinstance(mesh, AbstractMesh):
@@ -320,11 +321,10 @@ def _lower(
 def _described(
     call: PartitionedCall, factors: Iterable[Factor], mesh: Mesh | AbstractMesh
 ) -> PartitionedCall:
-    """Tries each factor with the callback; names the call, and adds it to `_CALLS`.
+    """Tries each factor with the callback; returns the named call, kept in `_CALLS`.
 
-    Args:
-        mesh: its first axis of size 2 or more is tried, with the least size that
-            divides the factor. So the result is equal for meshes of all sizes.
+    A factor is tried over the mesh's first axis of size 2 or more, in as few pieces as
+    divide it. So the result is equal for meshes of all sizes.
     """
     axis = next(name for name, size in mesh.shape.items() if size > 1)
     tried: dict[Factor, str | None] = {}
@@ -346,11 +346,11 @@ def _described(
 
 
 def _written(
-    shared: Sequence[Factor], tensors: Sequence[Shape], count: int
+    factors: Sequence[Factor], tensors: Sequence[Shape], operands: int
 ) -> ir.Attribute:
-    """Writes Shardy's rule; dims that are not sharded get factors of their own."""
-    sizes = [factor.size for factor in shared]
-    of = {place: n for n, one in enumerate(shared) for place in one.places}
+    """Writes Shardy's rule; dims without these factors get factors of their own."""
+    sizes = [factor.size for factor in factors]
+    of = {place: n for n, one in enumerate(factors) for place in one.places}
 
     mappings = []
     for tensor, aval in enumerate(tensors):
@@ -365,10 +365,10 @@ def _written(
         mappings.append(sdy.TensorMappingAttr.get(dims))
     return sdy.OpShardingRuleAttr.get(
         sizes,
-        mappings[:count],
-        mappings[count:],
-        [n for n, factor in enumerate(shared) if factor.is_sum],
-        [n for n in range(len(shared), len(sizes)) if sizes[n] > 1],
+        mappings[:operands],
+        mappings[operands:],
+        [n for n, factor in enumerate(factors) if factor.is_sum],
+        [n for n in range(len(factors), len(sizes)) if sizes[n] > 1],
         is_custom=True,
     )
 
@@ -391,7 +391,7 @@ def bind(module: ir.Module, mesh: Mesh) -> None:
     """Registers a module's callbacks with JAX's partitioner, and renames its calls.
 
     Raises:
-        StepNotTraceable: this process has not lowered the module's program.
+        StepNotTraceable: a custom_partitioning op was not lowered in this process.
     """
     for op in filter(is_call, shardy.every_op(module)):
         name = ir.StringAttr(op.attributes[_CONFIG]).value
@@ -426,7 +426,7 @@ def bind(module: ir.Module, mesh: Mesh) -> None:
 
 
 def is_call(op: ir.Operation) -> bool:
-    """True if an op is a call of a custom_partitioning op."""
+    """True if an op is a call of a custom_partitioning op, by cfp's name."""
     if shardy.call_target(op) != TARGET:
         return False
     return ir.StringAttr(op.attributes[_CONFIG]).value.startswith(f"{_PREFIX}:")
@@ -435,7 +435,7 @@ def is_call(op: ir.Operation) -> bool:
 def spec_of(sharding: Any, mesh: Mesh) -> PartitionSpec:
     """Converts an XLA sharding to a `PartitionSpec` of a mesh.
 
-    Returns ``PartitionSpec()``, replicated, if the sharding is not by whole axes.
+    Returns ``PartitionSpec()``, replicated, if no spec over whole axes describes it.
     """
     if not sharding.is_tiled():
         return PartitionSpec()
@@ -458,7 +458,7 @@ def spec_of(sharding: Any, mesh: Mesh) -> PartitionSpec:
 
 
 def _partition(call: PartitionedCall, mesh: Mesh, operands: Any, results: Any) -> Any:
-    """Returns what JAX's ``partition`` callback has to: mesh, function, shardings."""
+    """Answers JAX's partitioner: mesh, function, shardings of results and operands."""
     given = jax.tree.map(lambda one: one.sharding, (operands, results))
     if dims := _sharded_dims(call, mesh, call.axes(*given)):
         return call.partitioned(mesh, dims)
@@ -474,7 +474,7 @@ def _partition(call: PartitionedCall, mesh: Mesh, operands: Any, results: Any) -
 def _sharded_dims(call: PartitionedCall, mesh: Mesh, given: Sequence[Spec]) -> Dims:
     """Returns {dim: axes}: a factor's dims get the axes of its first sharded dim.
 
-    A factor stays whole if an earlier one has these axes, or they do not divide it.
+    A factor stays whole if an earlier one has any of these, or they do not divide it.
     """
     found: Dims = {}
     used: set[str] = set()

@@ -46,7 +46,6 @@ _MOST_ELEMENTS = 16
 
 
 def _is_counter_type(kind: ir.Type) -> bool:
-    """True for small integer tensors, which may be counters or indices."""
     return (
         isinstance(kind, ir.RankedTensorType)
         and isinstance(kind.element_type, ir.IntegerType)
@@ -55,7 +54,7 @@ def _is_counter_type(kind: ir.Type) -> bool:
 
 
 def _content(module: ir.Module) -> str:
-    """Returns a digest without locations, and attributes of arguments and results."""
+    """Digests a module without locations or attributes of arguments and results."""
     digest = hashlib.sha256()
     copy = shardy.copied(module, shardy.WITHOUT_LOCATIONS)
     for function in shardy.functions(copy.operation):
@@ -68,8 +67,8 @@ def _content(module: ir.Module) -> str:
 def shaping_constants(function: ir.Operation) -> set[ir.Operation]:
     """Returns the constants whose values a program's `fingerprint` includes.
 
-    These are integers, at most 16 in one constant, that reach a loop's condition, or
-    the indices at which an op reads or writes.
+    These are integers, at most 16 in one constant. They reach a loop's condition, or
+    indices at which an op reads or writes, through values that are such integers.
     """
     start: list[ir.Value] = []
     for op in shardy.walk(function):
@@ -120,7 +119,7 @@ _MAX_ATTRIBUTE_CHARS = 400
 
 
 def read_program(module: ir.Module) -> Program:
-    """Reads a module after :func:`cfp.program.shardy.normalise`.
+    """Reads a module that :func:`cfp.program.shardy.normalise` has changed.
 
     Names of arguments and outputs are empty, and no argument is donated.
     """
@@ -137,7 +136,7 @@ def read_program(module: ir.Module) -> Program:
 
 
 class _Reader:
-    """State of reading a module: values and ops in execution order."""
+    """State of reading one function: values and ops in execution order."""
 
     def __init__(
         self, functions: Mapping[str, ir.Operation], meshes: Mapping[str, int]
@@ -331,9 +330,9 @@ def _source(location: ir.Location) -> str:
 
 
 def source_of(program: Program, op: int) -> str:
-    """Returns ``path:line`` of the user's code for any op id, or "".
+    """Returns ``path:line`` of the code of an op, the user's if any.
 
-    If the op has none, the line is that of the last op before with one.
+    If the op has none, that of the last op before with one; "" if none has one.
     """
     module = shardy.parsed(program.text)
     found = shardy.program_ops(shardy.main_function(module))
@@ -356,7 +355,7 @@ def _text(
 ) -> str:
     """Returns an op's attributes and regions as text; fills `names` of regions' values.
 
-    Values of constants are in the text if the constant is in `kept`, or `kept` is None.
+    Numbers of a short constant are in the text if it is in `kept`, or `kept` is None.
     """
     if op.name == "stablehlo.constant":
         return "" if kept is not None and op not in kept else _constant(op, index)
@@ -382,7 +381,7 @@ def _text(
 
 
 def _named(values: Sequence[ir.Value], names: dict[ir.Value, str]) -> str:
-    """Names values in order, and returns the names with types."""
+    """Adds names of values to `names`, and returns the names with types."""
     for value in values:
         names[value] = f"%{len(names)}"
     return ",".join(f"{names[value]}:{value.type}" for value in values)
@@ -406,7 +405,7 @@ class Outline:
             makers, such as ``0.3f 12.a0``.
 
     Raises:
-        ValueError: `ops` has an index of no kind.
+        ValueError: `ops` is damaged, or has an index of no kind.
     """
 
     kinds: tuple[str, ...]
@@ -417,7 +416,7 @@ class Outline:
             raise ValueError(f"an operation has none of the {len(self.kinds)} kinds")
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Returns `ops` as (kind's index, digest); ValueError if it is damaged."""
+        """Returns `ops` as (kind's index, digest) pairs."""
         texts = (op.partition(".") for op in self.ops.split())
         return [(int(kind), int(reads, 16)) for kind, _, reads in texts]
 
@@ -448,7 +447,7 @@ def _described(program: Program) -> Iterator[tuple[str, int]]:
 
 
 def _origin(program: Program, op: Op, value: int, places: Mapping[int, int]) -> Any:
-    """Returns (ids back to maker, its result's index), or ("argument", index or -1)."""
+    """Returns (ids back, result) of the maker, or ("argument", index; -1 of a loop)."""
     if (maker := program.maker(value)) is not None:
         return op.id - maker.id, value - maker.results[0]
     return "argument", places.get(value, -1)
@@ -512,7 +511,7 @@ def other_program(
 
     Args:
         planned: outline of the planned program; None if the plan has none.
-        planned_for: the plan's devices, versions and configuration; see `_CAUSES`.
+        planned_for: {name in `_CAUSES`: value of the plan}; names may be absent.
         here: those of this process.
     """
     lines = [

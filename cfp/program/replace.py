@@ -97,14 +97,14 @@ class Functions(Protocol):
 
     @property
     def how(self) -> tuple[str, ...]:
-        """Text by which a plan's file records the functions."""
+        """Words that record the functions in a plan's file; the first is the kernel."""
         ...
 
     def stages(self, mesh: Mesh) -> Sequence[Function]:
-        """Returns a function for each stage, from arrays to a sequence of arrays.
+        """Functions of the stages, from reads and residuals to results and residuals.
 
         Args:
-            mesh: mesh of all devices; the arrays have whole shapes.
+            mesh: mesh of all devices; the functions take and return whole arrays.
         """
         ...
 
@@ -116,7 +116,7 @@ class Recorded:
     how: tuple[str, ...]
 
     def stages(self, mesh: Mesh) -> Sequence[Function]:
-        """Raises AssertionError; see `cfp.plan.execute`."""
+        """Raises AssertionError; `cfp.kernels.kinds.resolved` finds the functions."""
         raise AssertionError("recorded functions must be resolved before lowering")
 
 
@@ -163,7 +163,7 @@ class Replacement:
 
 
 def is_in_order(program: Program, stage: Stage) -> bool:
-    """True if a stage's ops are in one region, its reads made before its results."""
+    """True if a stage's ops have one parent, and its reads precede its first result."""
     makers = [program.values[v].producer for v in stage.makes]
     if not makers or min(makers) < 0:
         return False
@@ -181,7 +181,7 @@ _Instance = Sequence[ir.Operation] | Mapping[int, ir.Operation]  # of ops, by id
 class Replacer:
     """Replaces ops of a module by functions.
 
-    The ops stay unread, so that their ids stay valid; `erase_unread` removes them.
+    Replaced ops stay, unread, so that ids stay valid; `erase_unread` removes them.
 
     Attributes:
         module: module with the program's ops, constraints, and rematerialized ops.
@@ -198,7 +198,7 @@ class Replacer:
     mesh_name: str
 
     def replace(self, one: Replacement) -> None:
-        """Replaces a replacement's ops, and their clones, by the functions."""
+        """Replaces the results of stages; in clones, those of stages cloned in full."""
         if not one.stages:
             raise AssertionError(f"recorded kernel {one.name} was not resolved")
         kept: list[ir.Value] = []
@@ -260,7 +260,7 @@ def _lowered(
     mesh: Mesh,
     mesh_name: str,
 ) -> str:
-    """Returns the text of a stage's module, with unique names of its functions."""
+    """Returns a stage's module as text, its functions but main named by a digest."""
     function = functions.stages(mesh)[number]
     platform = mesh.devices.flat[0].platform
     traced = jax.jit(function, keep_unused=True).trace(*types)
@@ -291,7 +291,7 @@ def _lowered(
 
 
 def aval_of(kind: ir.Type) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of an MLIR type."""
+    """Returns a tensor type's shape and dtype; raises ValueError for other types."""
     tensor = ir.RankedTensorType(kind)
     return jax.ShapeDtypeStruct(tensor.shape, numpy_dtype(str(tensor.element_type)))
 
@@ -300,7 +300,7 @@ def aval_of(kind: ir.Type) -> jax.ShapeDtypeStruct:
 
 
 def erase_unread(module: ir.Module) -> None:
-    """Removes pure ops of main whose results nothing reads; not loops, branches."""
+    """Removes unread pure ops of main, last first; loops, branches, most calls stay."""
     for op in reversed(shardy.program_ops(shardy.main_function(module))):
         is_pure = op.name.startswith(("stablehlo.", "chlo.", _CONSTRAINT))
         if not is_pure or op.name.endswith(_STAY) or op.name in shardy.REGION_OPS:
@@ -321,10 +321,10 @@ _MANY = 8
 
 
 def rewrite_scatters(module: ir.Module) -> int:
-    """Rewrites scatters of a normalised module that are slow on GPUs, in place.
+    """Rewrites scatters that are slow on GPUs in a normalised module, on any platform.
 
     Returns:
-        The number of scatters that sum in float32 now; selects do not count.
+        The number of sums changed from 16-bit to float32; selects do not count.
     """
     function = shardy.main_function(module)
     tables = {tuple(one.type.shape) for one in shardy.main_block(module).arguments}
@@ -337,8 +337,8 @@ def rewrite_scatters(module: ir.Module) -> int:
 def add_up_in_float32(op: ir.Operation, tables: Collection[tuple[int, ...]]) -> bool:
     """Makes a scatter's sum float32 if it may add many 16-bit rows to one row of zeros.
 
-    Returns True if it did. Rows may be many if there are over `_MANY` updates for each
-    row of the result, or if the result has a shape in `tables`, those of the program's
+    Returns True if it did. Rows may be many if a row of the result gets over `_MANY`
+    updates on average, or the result has a shape in `tables`, those of the program's
     arguments: in a table's gradient, tokens repeat. Other scatters stay: tokens that
     are put back in order rarely meet, and devices would send twice as much.
     """
@@ -365,9 +365,9 @@ def add_up_in_float32(op: ir.Operation, tables: Collection[tuple[int, ...]]) -> 
 
 
 def select_words(op: ir.Operation) -> bool:
-    """Replaces a scatter that sets one entry of each row of zeros by a select.
+    """Replaces a scatter that adds one number to each row of zeros by a select.
 
-    Returns True if it did. Other scatters stay.
+    Returns True if it did. Other scatters stay, and all without batching dims.
     """
     if not _picks_words(op):
         return False
@@ -394,7 +394,7 @@ def _many_meet(op: ir.Operation) -> bool:
 
 
 def _picks_words(op: ir.Operation) -> bool:
-    """True if a scatter adds one number to each row (the last dim) of zeros."""
+    """True if a scatter with batching dims adds one number to each row of zeros."""
     if len(op.results[0].type.shape) < 2 or not _adds_to_zeros(op):
         return False
     _, places, updates = op.operands

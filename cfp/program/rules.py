@@ -1,13 +1,13 @@
 """Sharding rules: how the dims of an op's operands and results share loop indices.
 
 A rule names the loop indices of an op, its *factors*, and the factors of each dim of
-each operand and result. Shardy computes the rules; a matrix product's is::
+each operand and result. Shardy computes most rules; a matrix product's is::
 
     ([i, k], [k, j])->([i, j]) {i=4, j=16, k=8} reduction={k}
 
-Rules are corrected if XLA's partitioner cannot keep them. A correction only removes
-factors from the choice. The compiler may still shard an op along a removed factor if it
-is not constrained. Such ops are *held*: constrained at every constraint level.
+Rules are corrected if XLA's partitioner cannot keep them. A correction removes factors
+from the choice, or limits it. The compiler may still shard an op along a removed factor
+if it is not constrained. Most such ops are *held*: constrained at every level.
 `cfp_test/proving/faults.py` has a program for each fault of XLA that is corrected here;
 ``make prove`` looks for more in the installed jaxlib.
 """
@@ -42,14 +42,14 @@ class Rule:
         results: the same for each result.
         reduction: factors that are summed over: sharding one leaves the result
             unreduced until a collective completes it.
-        fixed: factors along which the op cannot run sharded without halo exchange
-            or gathering (Shardy's need_replication and permutation factors).
+        fixed: factors along which the op is not sharded: Shardy's need_replication
+            and permutation factors, and those that a correction removes.
         gathered: fixed factors along which the compiler gathers operands, and along
             which users of the result may be sharded again.
         even: factors that may only be split into equal pieces, without padding.
         over_all: factors that may only be split over all axes of a mesh together.
         held: True if the op is constrained at every constraint level, since the
-            compiler could choose a sharding that it gets wrong.
+            compiler gets some shardings wrong; for products, on several axes only.
     """
 
     sizes: tuple[int, ...]
@@ -64,7 +64,7 @@ class Rule:
 
     @property
     def is_whole(self) -> bool:
-        """True if no dim of the op's tensors may be sharded."""
+        """True if all factors are fixed or of size 1, so that the op is not sharded."""
         factors = range(len(self.sizes))
         return all(f in self.fixed or self.sizes[f] == 1 for f in factors)
 
@@ -74,7 +74,7 @@ class Rule:
         return self.fixed - self.gathered
 
     def whole_along(self, factors: frozenset[int]) -> Rule:
-        """Returns a held rule with `factors` fixed; new, unsummed ones are gathered."""
+        """Held rule, `factors` fixed; new ones are gathered, or no longer summed."""
         return replace(
             self,
             fixed=self.fixed | factors,
@@ -107,7 +107,7 @@ class Rule:
         """True if a factor's size allows `ways` pieces, fixed or not.
 
         Padding by up to a third is allowed, for factors not in `even` that share no dim
-        with another factor.
+        with another factor of size 2 or more.
         """
         size = self.sizes[factor]
         if size % ways == 0:
@@ -163,7 +163,7 @@ def padded_size(size: int, ways: int) -> int:
 
 
 def rule_of(attribute: ir.Attribute) -> Rule:
-    """Converts Shardy's rule of an op."""
+    """Converts Shardy's rule of an op, without corrections."""
     found = sdy.OpShardingRuleAttr(attribute)
 
     def tensors(mappings: Iterable[ir.Attribute]) -> tuple[Dims, ...]:
@@ -195,7 +195,7 @@ def passthrough_rule(shapes: Iterable[tuple[int, ...]]) -> Rule:
 
 
 def elementwise_rule(shape: tuple[int, ...], operands: int, results: int) -> Rule:
-    """Returns the rule of an op whose operands and results all have one shape."""
+    """Returns an elementwise op's rule; `operands` and `results` are their numbers."""
     dims = tuple((d,) for d in range(len(shape)))
     return Rule(shape, (dims,) * operands, (dims,) * results)
 
@@ -221,7 +221,7 @@ _TRANSFORMS_SHARDED = (0, 12)
 def correct_rule(
     rule: Rule, op: ir.Operation, shapes: Sequence[tuple[int, ...]]
 ) -> Rule | None:
-    """Returns Shardy's rule with corrections; None for calls without shared factors.
+    """Corrects Shardy's rule; None for custom calls that neither share nor sum factors.
 
     Args:
         shapes: shapes of the operands.
@@ -265,7 +265,7 @@ def _unpadded(rule: Rule) -> Rule:
 
 
 def _call_rule(rule: Rule) -> Rule | None:
-    """Makes a call's unsummed factors of one tensor `fixed`; None if all are such."""
+    """Fixes a call's unsummed factors that one tensor has alone; None if all are so."""
     tensors = (*rule.operands, *rule.results)
     seen = [{f for dim in dims for f in dim} for dims in tensors]
     alone = {f for f in range(len(rule.sizes)) if sum(f in s for s in seen) < 2}
@@ -314,10 +314,10 @@ def _pad_rule(rule: Rule, op: ir.Operation) -> Rule:
 
 
 def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rule:
-    """Makes indexed dims `gathered` if a scatter has one index: XLA makes it an update.
+    """Makes indexed dims `gathered` if a scatter has a single index vector.
 
-    A dim that is written in full, such as heads of a cache of keys, has its factor in
-    the update, too, and may be sharded.
+    XLA makes it an update of a slice. Dims that are written in full, such as heads of a
+    cache of keys, have their factors in the update, too, and may be sharded.
     """
     numbers = op.attributes["scatter_dimension_numbers"]
     dims = stablehlo.ScatterDimensionNumbers(numbers).scattered_dims_to_operand_dims
@@ -383,7 +383,7 @@ _SWAPPED = {"b": "f", "f": "b"}
 
 
 def relayout(op: ir.Operation) -> None:
-    """Rewrites a grouped convolution that XLA would split wrongly; ignores others."""
+    """Replaces a grouped convolution that XLA would split wrongly; keeps other ops."""
     if op.name != "stablehlo.convolution":
         return
     batch_groups = _count(op, "batch_group_count") > 1

@@ -54,13 +54,13 @@ def main_block(module: ir.Module) -> ir.Block:
 
 
 def functions(module: ir.Operation) -> list[ir.Operation]:
-    """Returns a module's functions, in its order."""
+    """Returns the functions in a module's `operation`, in its order."""
     every = (op.operation for op in module.regions[0].blocks[0].operations)
     return [op for op in every if op.name == "func.func"]
 
 
 def symbol_name(op: ir.Operation) -> str:
-    """Returns the name of a module, a function or a mesh."""
+    """Returns the name of a function, a mesh, or a module's `operation`."""
     return ir.StringAttr(op.attributes["sym_name"]).value
 
 
@@ -107,7 +107,7 @@ def every_op(module: ir.Module) -> list[ir.Operation]:
 
 
 def calls_host(op: ir.Operation) -> bool:
-    """True if an op is a host callback."""
+    """True if an op is a custom call whose target names a callback."""
     return "callback" in call_target(op)
 
 
@@ -123,7 +123,7 @@ def memory_of_move(op: ir.Operation) -> str:
 
 
 def constant(number: str, kind: ir.Type) -> ir.Value:
-    """Inserts a tensor of a type, each element the constant `number` (MLIR text)."""
+    """Inserts a constant of a tensor type; each element is `number` (MLIR text)."""
     return hlo.constant(ir.Attribute.parse(f"dense<{number}> : {kind}"))
 
 
@@ -157,7 +157,7 @@ def integer(number: int) -> ir.Attribute:
 
 
 def clone_with(op: ir.Operation, mapping: dict[ir.Value, ir.Value]) -> ir.Operation:
-    """Inserts a clone with operands mapped; adds {old result: new} to `mapping`."""
+    """Inserts a clone that reads mapped values; adds {old result: new} to `mapping`."""
     clone = op.clone()
     for one in (clone, *walk(clone)):
         for index, operand in enumerate(one.operands):
@@ -183,7 +183,7 @@ def fill(
     ops: Iterable[ir.Operation],
     made: Iterable[ir.Value],
 ) -> None:
-    """Replaces the body of the target's main function by ops of the source.
+    """Replaces the body of the target's main function by clones of the source's `ops`.
 
     Args:
         given: values of the source that the target's arguments replace, in order.
@@ -205,12 +205,12 @@ def fill(
 def graft(
     text: str, reads: Iterable[ir.Value], into: ir.Module | None = None
 ) -> list[ir.Value]:
-    """Inserts the ops of another module's main function, and returns their results.
+    """Inserts the body of another module's main function, and returns its results.
 
     Args:
         text: the other module.
         reads: values in place of its arguments.
-        into: module that gets its other functions; None if it has none.
+        into: module that gets its other functions and meshes; None if it has none.
     """
     source = ir.Module.parse(text)
     if into is not None:
@@ -225,7 +225,7 @@ def graft(
 
 
 def program_ops(function: ir.Operation) -> list[ir.Operation]:
-    """Returns the ops of a :class:`~cfp.program.graph.Program`, in its order."""
+    """Returns a function's ops that a `Program` numbers, in the order of their ids."""
     found: list[ir.Operation] = []
 
     def descend(block: ir.Block) -> None:
@@ -262,7 +262,7 @@ def copied(module: ir.Module, pipeline: str) -> ir.Module:
 
 
 def stablehlo(lowered: jax.stages.Lowered) -> ir.Module:
-    """Returns the module of a lowering; changes to it are compiled, too."""
+    """Returns the module of a lowering; changes in place are compiled, too."""
     module = lowered.compiler_ir("stablehlo")
     assert module is not None, "JAX lowers to StableHLO"
     return module
@@ -276,14 +276,14 @@ def parsed(text: bytes) -> ir.Module:
 
 
 def bytecode(op: ir.Operation) -> bytes:
-    """Returns a module's or an op's bytecode."""
+    """Returns an op's bytecode; a module is given by its `operation`."""
     buffer = io.BytesIO()
     op.write_bytecode(buffer)
     return buffer.getvalue()
 
 
 def replace_body(target: ir.Module, source: ir.Module) -> None:
-    """Replaces functions and meshes of a module by those of another."""
+    """Replaces functions and meshes of `target` by copies of those of `source`."""
     body = bytecode(source.operation)  # The contexts differ.
     for op in list(target.body.operations):
         op.operation.erase()
@@ -294,11 +294,11 @@ def replace_body(target: ir.Module, source: ir.Module) -> None:
 
 
 def normalise(module: ir.Module) -> int:
-    """Inlines calls in place, and removes the user's own sharding constraints.
+    """Inlines calls in place, and removes the user's sharding constraints in main.
 
-    Also removes conversions to a value's own type, which weak types cause, and loops
-    that run once. Composites stay. Convolutions that XLA would split wrongly get
-    another layout. Each use of a small constant gets a copy.
+    Also removes conversions to a value's own type, which weak types cause. Loops that
+    run once become their bodies. Composites stay. Convolutions that XLA would split
+    wrongly get another layout. Each use of a small constant gets a copy.
 
     Returns:
         The number of removed sharding constraints.
@@ -333,7 +333,7 @@ def normalise(module: ir.Module) -> int:
 
 
 def _tidy_moves(function: ir.Operation) -> None:
-    """Removes needless moves to memory; puts arguments' late, and results' early."""
+    """Removes needless moves to memory; an argument's comes late, a result's early."""
     [block] = function.regions[0].blocks
     moves = []
     for op in filter(moves_to_memory, [one.operation for one in block.operations]):
@@ -365,7 +365,7 @@ def _within(op: Any, parent: Any) -> ir.Operation:
 
 
 def _separate_constants(function: ir.Operation) -> None:
-    """Gives every use of a small constant its own copy, before the user.
+    """Gives every use of a small constant its own copy, in the constant's block.
 
     Inlining merges constants of equal values. Otherwise a learning rate that happens to
     equal an epsilon would make another program than one that does not.
@@ -425,7 +425,6 @@ def forward(op: ir.Operation, values: Sequence[ir.Value]) -> None:
 
 
 def _inline(call: ir.Operation) -> None:
-    """Replaces a named computation by its ops, with its name stack before theirs."""
     scope = location_name(call.location)
     *inner, _ = call.regions[0].blocks[0].operations
     for op in inner:
@@ -455,7 +454,7 @@ def _prefix_scope(op: ir.Operation, scope: str) -> None:
 
 
 def missing_pipelines() -> dict[str, str]:
-    """Returns {pipeline: jaxlib's error} of pipelines that this jaxlib lacks."""
+    """Returns {pipeline: error} of those in `PIPELINES` that this jaxlib lacks."""
     missing = {}
     with ir.Context():
         for pipeline in PIPELINES:
@@ -512,7 +511,7 @@ def _place(value: ir.Value, block: ir.Block) -> int | None:
 
 
 def _integer(value: ir.Value) -> int | None:
-    """Returns a scalar integer constant's number; None for other values."""
+    """Returns the number of an integer constant of one element; None for others."""
     owner = owner_of(value)
     if owner is None or owner.name != "stablehlo.constant":
         return None

@@ -74,7 +74,7 @@ class Terms:
                     self._repeats[v] = max(op.repeat, self._repeats.get(v, 1))
 
     def _only_fills(self, op: Op) -> bool:
-        """True if only loops, branches and barriers read a dynamic_update_slice."""
+        """True for a dynamic_update_slice that only loops, branches, barriers read."""
         program = self.frame.program
         if op.kind != "dynamic_update_slice":
             return False

@@ -117,7 +117,7 @@ class Steps:
     # -- names of dims -----------------------------------------------------------------
 
     def _of(self, op: Op, v: int, dims: Dims, known: dict[int, int]) -> _Places:
-        """Ids of a tensor's dims by `known`, {factor: id}, extended; 0 for size 1."""
+        """Ids of a tensor's dims, from or added to {factor: id} `known`; 0: size 1."""
         found, sizes = list[int](), op.known_rule.sizes
         for size, factors in zip(self.program.shape(v), dims, strict=True):
             large = [f for f in factors if sizes[f] > 1 and size > 1]

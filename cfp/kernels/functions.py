@@ -211,7 +211,7 @@ class AttentionFunctions:
     def _sides(
         self, shapes: Sequence[Shaped], rest: Sequence[Array], sizes: Mapping[str, int]
     ) -> dict[str, Array]:
-        """Sides there are by kind, in kernels' dims; masks as one, True if visible."""
+        """Given sides by kind, in kernels' dims; masks as one, True if visible."""
         meaning = self.meaning
         batch, tokens, heads, _ = self._orders["q"]
         own = {a for side in meaning.sides for a in side.letters}
@@ -235,7 +235,7 @@ class AttentionFunctions:
 
 
 def shown(masks: Sequence[Any], visible: Iterable[tuple[float, ...]]) -> Any:
-    """True where the states of `masks` are one of `visible`; neither is empty."""
+    """Boolean array, True where masks' states are in `visible`; neither is empty."""
 
     def has(x: Any, state: float) -> Any:
         if x.dtype == bool:

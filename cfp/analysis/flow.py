@@ -1,12 +1,12 @@
 """Data flow through loops, branches and barriers, and names of blocks.
 
-A loop's initial value, body argument, yielded value and result are one tensor at four
-points. A barrier passes many tensors, which may be unrelated. All passes that follow
-data through a program use this module.
+A loop's initial value, body argument, yielded value and result count as one tensor at
+four points. A barrier passes many tensors, which may be unrelated.
 
 A block (a contraction, and the ops that are sharded with it) is named by its place in
 the user's model: the scopes that modules or ``jax.named_scope`` leave on ops. Without
-scopes the name is the path of the contraction's parameter, or else the source line.
+scopes the name is the path of the contraction's parameter. Without a parameter it is
+the source line with the op.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Flow:
 
     @cached_property
     def entered(self) -> dict[int, tuple[int, ...]]:
-        """{initial value of a loop: the arguments of body and condition it enters}."""
+        """{initial value: arguments of loops' bodies and conditions that it enters}."""
         found: dict[int, tuple[int, ...]] = {}
         for op in self.program.ops:
             for index, operand in enumerate(op.operands if op.entries else ()):
@@ -55,8 +55,8 @@ class Flow:
     def sources(self, value: int) -> tuple[int, ...]:
         """Returns the values that a loop, branch or barrier passes on as this, or ().
 
-        A loop's result and its body's argument are the initial and the yielded value; a
-        branch's result is each branch's value; a barrier's result is its operand.
+        A loop's result and its regions' arguments are an initial or a yielded value. A
+        branch's result is one case's value. A barrier's result is its operand.
         """
         if value in self.entry_place:
             loop_id, place = self.entry_place[value]
@@ -73,17 +73,17 @@ class Flow:
         return op.yielded(place)
 
     def makers(self, value: int) -> Iterator[Op]:
-        """Yields the ops that compute a value; a branch has one maker per case."""
+        """Yields each op that may compute a value, in any iteration or branch case."""
         for v in reached([value], self.sources):
             op = self.program.maker(v)
             if op is not None and not passes(op):
                 yield op
 
     def becomes(self, user: int, index: int) -> tuple[int, ...]:
-        """Returns the values that a loop, branch or barrier passes its input on as.
+        """Returns the values that a loop, branch or barrier hands an input on as.
 
-        Args:
-            index: an operand's; or the number of operands, plus a yielded value's.
+        A loop hands operands to its body and condition; yielded values to its result,
+        too. A branch hands on yielded values only. `index` is a place in `Op.reads`.
         """
         op = self.program.ops[user]
         count = len(op.operands)
@@ -97,7 +97,7 @@ class Flow:
         return (op.results[place],)
 
     def readers(self, *values: int) -> Iterator[tuple[Op, int]]:
-        """Yields (op, operand index) of readers; sees through loops and barriers."""
+        """Yields (reader, operand index); sees through loops, branches and barriers."""
         for v in self.made_of(values, lambda _: False):
             for user, index in self.program.users[v]:
                 if not passes(op := self.program.ops[user]):
@@ -106,7 +106,10 @@ class Flow:
     def made_of(
         self, values: Iterable[int], follows: Callable[[Op], bool]
     ) -> Iterator[int]:
-        """Yields values, and transitively results of readers that `follows` accepts."""
+        """Yields values, and transitively results of readers that `follows` accepts.
+
+        Loops, branches and barriers are always followed.
+        """
 
         def further(v: int) -> Iterator[int]:
             for user, index in self.program.users[v]:
@@ -119,7 +122,7 @@ class Flow:
 
     @cached_property
     def canonical(self) -> dict[int, int]:
-        """Maps values at loops, branches, barriers to a representative per tensor."""
+        """{value: representative of its tensor}; a value without a key is its own."""
         parent: dict[int, int] = {}
 
         def find(v: int) -> int:
@@ -139,7 +142,7 @@ class Flow:
         return {v: find(v) for v in parent}
 
     def inside(self, loop: int, op: int) -> bool:
-        """True if an op is in the regions of a loop, at any depth."""
+        """True if an op is in the regions of a loop or branch, at any depth."""
         body = self.program.ops[loop].body
         return bool(body) and body[0] <= op < loop
 
@@ -204,7 +207,6 @@ def first_downstream(
 
 
 def _around(flow: Flow, loop: Op, place: int, before: list[Key], ends: Set[int]) -> Key:
-    """Returns a yielded value's key in the next iteration: see `first_downstream`."""
     if loop.kind != "while":
         return NEVER
     entries = loop.entered(place)
@@ -236,10 +238,10 @@ _SAME = (
 def block_names(
     flow: Flow, anchors: Sequence[int], parameters: Set[int]
 ) -> tuple[str, ...]:
-    """Returns anchors' names: scope (and path, if scopes are equal), path or line."""
+    """Returns anchors' names, maybe equal: scope (and path if shared), path or line."""
     ops = [flow.program.ops[anchor] for anchor in anchors]
     scopes = [_scope_of_user(op.scope) for op in ops]
-    paths = _shortened([_parameter(flow, op, parameters) for op in ops])
+    paths = _shortened([_deepest_path(flow, op, parameters) for op in ops])
     names = [
         scope or path or _line(op)
         for scope, path, op in zip(scopes, paths, ops, strict=True)
@@ -296,8 +298,7 @@ def _line(op: Op) -> str:
     return f"{Path(op.source).name} {what}" if op.source else what
 
 
-def _parameter(flow: Flow, op: Op, parameters: Set[int]) -> str:
-    """Returns the deepest path of the parameters that an op reads, or ""."""
+def _deepest_path(flow: Flow, op: Op, parameters: Set[int]) -> str:
     positions = {value: i for i, value in enumerate(flow.program.args)}
     found = [
         positions[v] for v in (_origin(flow, v) for v in op.operands) if v in positions
@@ -309,14 +310,14 @@ def _parameter(flow: Flow, op: Op, parameters: Set[int]) -> str:
 
 
 def weight_place(flow: Flow, op: Op, parameters: Set[int]) -> int:
-    """Returns the index of the only operand from a parameter; -1 for none or two."""
+    """Returns the index of the one operand from a parameter; -1 if none or several."""
     weights = {flow.program.args[position] for position in parameters}
     places = [i for i, v in enumerate(op.operands) if _origin(flow, v) in weights]
     return places[0] if len(places) == 1 else -1
 
 
 def _origin(flow: Flow, value: int) -> int:
-    """Returns the value id before views, slices, casts, scalar factors, loops."""
+    """Returns the value behind views, slices, casts, scalings, loops, first cases."""
     while True:
         if sources := flow.sources(value):
             value = sources[0]
@@ -328,7 +329,7 @@ def _origin(flow: Flow, value: int) -> int:
 
 
 def _is_scaled(flow: Flow, op: Op) -> bool:
-    """True if an op multiplies its first operand by a scalar."""
+    """True if an op multiplies its first operand by a broadcast scalar."""
     spread = flow.program.maker(op.operands[1]) if op.kind == "multiply" else None
     if spread is None or spread.kind != "broadcast_in_dim":
         return False
@@ -336,9 +337,9 @@ def _is_scaled(flow: Flow, op: Op) -> bool:
 
 
 def _shortened(paths: Sequence[str]) -> list[str]:
-    """Removes a common first component, numbers after it, and common last components.
+    """Removes a common first component, common numbers after it, common last ones.
 
-    ``state/0/layers/0/up/kernel`` gives ``layers/0/up``, if all end in ``kernel``.
+    ``state/0/layers/0/up/kernel`` gives ``layers/0/up`` if others share both ends.
     """
     split = [path.split("/") for path in paths if path]
     if not split:
@@ -359,6 +360,5 @@ def _shortened(paths: Sequence[str]) -> list[str]:
 def _same(
     split: Sequence[Sequence[str]], place: int, kind: Callable[[str], bool] = bool
 ) -> bool:
-    """True if all paths have the same component there, and `kind` accepts it."""
     components = {parts[place] for parts in split}
     return len(components) == 1 and all(map(kind, components))

@@ -1,7 +1,7 @@
 """Choices, and the shardings that they give to values and their uses.
 
 A :class:`Choice` has a strategy for each block (a contraction with the ops that are
-sharded like it), and a storage mode for each storage group (arguments stored alike).
+sharded like it), and a storage mode for each storage group (a parameter and its state).
 :class:`Layout` finds the sharding in which each value is made, and in which each op
 reads it. If the two differ, the compiler reshards.
 """
@@ -69,7 +69,7 @@ class Frame:
         outer: axes between hosts; empty if all axes are.
         paired: for each argument the index of the output that is its new value, or
             None.
-        canonical: maps values that are one tensor to one of them.
+        canonical: maps values that are one tensor to one of them, which has no key.
     """
 
     program: Program
@@ -96,8 +96,9 @@ class Frame:
     ) -> tuple[Spec, Spec]:
         """Returns shardings: (the parameter as blocks use it, state under this mode).
 
-        SHARDED, INNER and LARGEST store the parameter like the state. A pin replaces
-        `wanted`, the sharding in which the first block reads it; None is replicated.
+        SHARDED, INNER and LARGEST store the parameter like the state. `wanted` is the
+        sharding in which the first block reads it, None if replicated. Axes that do not
+        divide are dropped. A pin of the parameter replaces `wanted`.
         """
         first, whole = group.args[0], ((),) * len(group.shape)
         used = even_spec(wanted or whole, group.shape, self.mesh)
@@ -146,7 +147,11 @@ class Layout:
         self._values()
 
     def spec(self, value: int) -> Spec | None:
-        """A value's sharding as made, replicated if not laid out; None: a constant."""
+        """Returns the sharding in which a value is made; None for a constant.
+
+        Arguments that are not stored are made as first read. Other values that are not
+        laid out are replicated, or sharded by hand.
+        """
         known = self.value_spec.get(value)
         if known is not None:
             return known
@@ -160,13 +165,11 @@ class Layout:
             return even_spec(found, shape, self.frame.mesh) if is_argument else found
         return self.natural_spec(op, op.results.index(value))
 
-    # -- what an op wants ----------------------------------------------------
-
     def use_spec(self, op_id: int, index: int) -> Spec | None:
-        """Returns the spec in which an op reads an operand; None for any spec.
+        """Returns the spec in which an op reads an operand; None if any will do.
 
-        Args:
-            index: an operand's; or the number of operands, plus a yielded value's.
+        `index` is a place in `Op.reads`. An op that is not laid out reads operands
+        replicated, or as sharded by hand.
         """
         op = self.frame.program.ops[op_id]
         if op.has_regions:
@@ -189,12 +192,11 @@ class Layout:
         return ((),) * len(value.shape)
 
     def _by_hand(self, spec: Spec) -> Spec:
-        """Removes axes that are not in this mesh from a user's own sharding."""
         names = dict(self.frame.mesh)
         return tuple(tuple(a for a in dim if a in names) for dim in spec)
 
     def natural_spec(self, op: Op, index: int) -> Spec | None:
-        """Returns result `index`'s spec by the op alone; None for constants."""
+        """Returns a result's spec by its op, whatever reads it; None for constants."""
         if op.id in self.axes:
             return self._op_specs(op)[0][index]
         if op.shardings:
@@ -210,7 +212,6 @@ class Layout:
     def _op_specs(
         self, op: Op
     ) -> tuple[tuple[Spec, ...], tuple[Spec, ...], tuple[str, ...]]:
-        """Returns specs of results and of operands, and axes of partial sums."""
         rule, axes, known = op.rule, self.axes[op.id], self.frame.looked_for
         # Layouts and equal layers share them.
         if (found := known.get((id(rule), axes))) is None:
@@ -228,7 +229,7 @@ class Layout:
         return tuple(map(self.output_spec, range(len(self.frame.program.outputs))))
 
     def output_spec(self, place: int) -> Spec:
-        """Returns an output's sharding: for new state, that of its argument."""
+        """Returns an output's sharding: its argument's for new state, else even."""
         if (position := self.frame.renewed.get(place)) is not None:
             return self.arg_spec(position)
         value = self.frame.program.outputs[place]
@@ -241,12 +242,10 @@ class Layout:
         value = self.frame.program.args[position]
         return self.spec(value) or ((),) * len(self.frame.program.shape(value))
 
-    # -- building ------------------------------------------------------------
-
     def stored_specs(
         self, group: StorageGroup, mode: Storage
     ) -> tuple[Spec, dict[int, Spec]]:
-        """Returns the mode's sharding of state, and {argument position: sharding}."""
+        """Returns (the mode's sharding of state, {argument position: sharding})."""
         first, pins = group.args[0], self.frame.pins
         wanted = self.read_spec(self.frame.program.args[first])
         used, wide = self.frame.stored_specs(group, mode, wanted)
@@ -267,7 +266,8 @@ class Layout:
     def read_spec(self, value: int) -> Spec | None:
         """Returns the spec in which a value's first laid-out reader reads it, or None.
 
-        Readers in updates do not count; readers that gather it only without others.
+        Readers in updates do not count. A reader that gathers it whole counts if no
+        other reader does. A loop that is not opened reads it as it carries it.
         """
         gathered = None
         program = self.frame.program
@@ -295,7 +295,7 @@ class Layout:
         return gathered
 
     def _carried(self, result: int) -> Spec:
-        """Returns a loop result's sharding: as first read inside, or as yielded."""
+        """Returns a loop result's sharding: unchanged, as first read, or as yielded."""
         if result in self.value_spec:
             return self.value_spec[result]
         program = self.frame.program
@@ -326,7 +326,7 @@ class Layout:
         return next(filter(any, specs), whole)
 
     def _made_spec(self, value: int) -> Spec | None:
-        """Returns the spec in which a value is made before barriers, or None."""
+        """Returns a value's spec as made, before barriers; None if not known yet."""
         while (op := self.frame.program.maker(value)) is not None:
             place = op.results.index(value)
             if op.id in self.axes:
@@ -363,7 +363,7 @@ class Layout:
                     self.value_spec[result] = spec
 
     def _scattered(self, value: int, natural: Spec) -> Spec:
-        """Returns a partial sum's spec: its first reader's, if only axes are added."""
+        """Returns a partial sum's spec: its first reader's if finer than `natural`."""
         for user, index in sorted(self.frame.program.users[value]):
             if user not in self.axes:
                 continue
@@ -378,7 +378,7 @@ class Layout:
 
 @searched_once
 def lay_out(frame: Frame, choice: Choice) -> Layout:
-    """Returns the layout of a whole program."""
+    """Lays out a whole program by a choice's strategies and storage modes."""
     return Layout(
         frame, dict(enumerate(choice.blocks)), dict(enumerate(choice.storage))
     )
@@ -387,12 +387,12 @@ def lay_out(frame: Frame, choice: Choice) -> Layout:
 def constraints(layout: Layout, ops: Set[int] | None = None) -> Constraints:
     """Returns the constraints of a layout.
 
-    A value has a constraint at its maker, and one for each use with another sharding. A
-    value that is only transposed (a weight's gradient) has it behind the transpose.
-    Otherwise the compiler would reduce it before, and not fuse product and transpose.
+    A laid-out op's result has a constraint there. Each use with another sharding has
+    one, too. A result that is only transposed (a weight's gradient) may have it behind
+    the transpose. The compiler then fuses product and transpose.
 
     Args:
-        ops: ids of the ops to constrain; all of them if None.
+        ops: ids of the ops whose results and uses are constrained; all of them if None.
     """
     program = layout.frame.program
     values: dict[int, Spec] = {}
@@ -420,7 +420,7 @@ def constraints(layout: Layout, ops: Set[int] | None = None) -> Constraints:
 
 
 def _is_constrained_behind(layout: Layout, value: int, ops: Set[int] | None) -> bool:
-    """True if a value's only reader is a transpose, and its result is constrained."""
+    """True if the constraint behind a value's only reader, a transpose, suffices."""
     program = layout.frame.program
     readers = program.users[value]
     if len(readers) != 1:
@@ -448,7 +448,7 @@ def group_axes(
     """Returns {op id: axes that split its factors} for ops of a storage group.
 
     Args:
-        spec: sharding of the group's arguments.
+        spec: sharding of the group's arguments; for `reads`, of the parameter.
         reads: True for the ops between parameter and blocks; False for the update's.
     """
     of, program, known = frame.groups[group], frame.program, frame.looked_for

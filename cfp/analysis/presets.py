@@ -3,7 +3,7 @@
 A choice is a strategy for each block, and a storage for each group of state. No preset
 knows a model: each mesh axis plays a role (:mod:`cfp.analysis.roles`).
 
-Two more presets imitate sharding by hand: each parameter is sharded along its largest
+Two more presets imitate sharding by hand: most matrices are sharded along their largest
 dim, the batch along its own, and Shardy propagates that. Propagation mixes strategies:
 the weights of a wide MLP are larger than its activations and stay in place, while
 attention's are gathered. Its sharding at each block's anchor is the block's strategy.
@@ -60,11 +60,11 @@ ALIASES = {alias: name for name, known in _ALIASES.items() for alias in known}
 
 @searched_once
 def presets(frame: Frame) -> dict[str, Choice]:
-    """Returns {name: choice} of the distinct presets for a program on its mesh.
+    """Returns {name: choice} of a program's distinct presets, without `PROPAGATED`.
 
-    A preset equal to an earlier one is left out, such as experts in a program without
-    any. Data parallelism without a batch to shard is named ``replicated``. That is also
-    the only preset on one device.
+    Mesh axes have one role or several (``x=data,y=tensor+sharded``). A preset equal to
+    an earlier one is left out, such as experts in a program without any. If data
+    parallelism shards nothing, its name is ``replicated``. One device has no other.
     """
     if not frame.mesh:
         return {REPLICATED: preset(frame, (), Storage.USED)}
@@ -90,7 +90,6 @@ def plainest(named: Mapping[str, Choice]) -> Choice:
 
 
 def _is_replicated(frame: Frame, choice: Choice) -> bool:
-    """True if a choice shards no block and no argument of a program."""
     if any(one != AxisChoice() for strategy in choice.blocks for one in strategy):
         return False
     layout = lay_out(frame, choice)
@@ -100,7 +99,8 @@ def _is_replicated(frame: Frame, choice: Choice) -> bool:
 def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
     """Returns the choice for one role per mesh axis, and one storage for all state.
 
-    A storage is replaced as by `Frame.effective`.
+    `Frame.effective` may replace the storage. An axis that cannot split a block by its
+    role replicates there.
     """
     storage = frame.effective(storage, frame.groups)
     axes = zip(frame.mesh, roles, strict=True)
@@ -136,7 +136,7 @@ def named_choices(frame: Frame) -> dict[str, Choice]:
 
 
 def is_known(name: str) -> bool:
-    """True for a preset's name on any mesh (``x=data``); no `REPLICATED`, no alias."""
+    """True if a name may be a preset's on some mesh; no alias, no `REPLICATED`."""
     roles = [
         part.partition("=")[2] for part in name.removesuffix("+sharded").split(",")
     ]
@@ -163,7 +163,7 @@ def activations(frame: Frame) -> Mapping[int, Spec]:
 
 
 def data_parallel(frame: Frame) -> Choice:
-    """Returns the choice that shards the batch, if any, over all mesh axes."""
+    """Returns the choice that shards the batch, if any, over the axes that can."""
     return preset(frame, ("data",) * len(frame.mesh), Storage.USED)
 
 
@@ -244,9 +244,9 @@ def _axis_choice(
 ) -> AxisChoice:
     """Derives an axis's choice in an op from the factors that it shards.
 
-    First choice: a factor sharded in operands and result. Second: a summed factor,
-    whose partial sums are scattered along the result's sharded factors or all-reduced.
-    Last: any factor sharded in the result or the operands.
+    First choice: a factor sharded in an operand and the result. Second: a summed one,
+    its sums scattered along a sharded factor of the result, or else all-reduced. Third:
+    any sharded factor. Choices not in `axis_choices` are skipped. Last: no split.
     """
     arriving = [factor for factors in operands for factor in factors]
     summed = sorted({f for f in arriving if f in rule.reduction}, key=arriving.count)

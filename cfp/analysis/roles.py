@@ -24,7 +24,7 @@ the axis has sharded so far:
     it. GShard, arXiv 2006.16668.
 
 At each block the role has a list of choices. The axis takes the first that its size
-allows.
+allows, or none.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ def axis_walk(
 
 @searched_once
 def _drawn_rows(frame: Frame, dim: int) -> dict[int, int]:
-    """Returns {value: dim of its rows} for values that the step draws at random.
+    """Returns {value: `dim` or its last dim} for values that the step draws randomly.
 
     Examples are a generator's noise and indices into a replay buffer. They come from
-    random keys, scalars and weights, without data; weights are multiplied with them, or
-    a lookup uses them.
+    random keys, scalars and weights, without data. A product with weights or a lookup
+    reads them.
     """
     program, weight = frame.program, made_of_parameters(frame)
     anchors = {block.anchor for block in frame.blocks}
@@ -181,7 +181,7 @@ class _Walk:
         weight: result of `made_of_parameters`.
         computed: values that blocks' anchors make, and all values computed from them.
         choices: the axis's choice in each block.
-        marked: {value: its dims that the axis shards}.
+        marked: {canonical value: {dim that the axis may shard: rank}}.
         taken: sizes of marked dims that loops slice, with no marked dim left.
         by_minor: anchors with weights sharded along other than their major columns.
         unfit: anchors in `by_minor` whose results a later contraction needs in another
@@ -210,7 +210,7 @@ class _Walk:
         self.choices = self._run()
 
     def shared_flops(self) -> int:
-        """Counts the FLOPs of the blocks' anchors that are split."""
+        """Counts all FLOPs of the anchor contractions that the axis splits."""
         anchors = (self.program.ops[block.anchor] for block in self.frame.blocks)
         return sum(
             op_flops(self.program, op)
@@ -235,12 +235,12 @@ class _Walk:
         return choices
 
     def carried(self) -> dict[int, Ranks]:
-        """Returns the marks of values that loops carry."""
+        """Returns marks of values at loops, branches and barriers, by `canonical`."""
         carried = {*self.same.values()}
         return {v: ranks for v, ranks in self.marked.items() if v in carried}
 
     def joining(self) -> dict[int, Ranks]:
-        """Returns marks, of rank 0, for unmarked operands that have a result's rows."""
+        """Returns rank-0 marks of unmarked operands with a result's marked rows."""
         program = self.program
         computed = self.computed
         found: dict[int, Ranks] = {}
@@ -285,7 +285,7 @@ class _Walk:
         return {f: rank for f, rank in found.items() if f not in rule.closed}
 
     def _summed(self, op: Op, rule: Rule) -> Ranks:
-        """Returns {factor: rank} of summed factors that all operands have marked."""
+        """Returns {factor: rank} of summed factors that all operands with them mark."""
         if not is_contraction(op):
             return _NOTHING
         arriving = [self._arriving(op, rule, i) for i in range(len(rule.operands))]
@@ -301,7 +301,7 @@ class _Walk:
         return found
 
     def _arriving(self, op: Op, rule: Rule, index: int) -> dict[int, int]:
-        """Returns {factor: rank} of an operand's marked dims."""
+        """Returns {factor: rank} of an operand's marked dims; minor ones rank later."""
         dims = rule.operands[index]
         found: dict[int, int] = {}
         for d, rank in self._marks(op.operands[index]).items():
@@ -328,7 +328,7 @@ class _Walk:
                 self.taken |= {shape[d] for d in marks}
 
     def _mark_by_place(self, op: Op) -> None:
-        """Marks results of an op without a rule: equal dims at equal places."""
+        """Copies operands' marks to equal dims at equal places of unmarked results."""
         values = self.program.values
         for v in op.operands:
             for result in op.results:
@@ -403,9 +403,9 @@ class _Walk:
     def _common_factor(self, op: Op, rule: Rule, kept: list[int]) -> int:
         """Returns the factor that splits a contraction without weights; -1 if none.
 
-        It is a marked batch factor that the axis splits alone or with a minor one.
-        Otherwise, if one operand may stay whole, it is a marked factor of the other in
-        `kept`.
+        It is a batch factor that an operand has marked, if the axis splits it alone or
+        with a minor one. Otherwise, if an operand may stay whole, it is a marked factor
+        of another, in `kept`. Other ops have none, nor have contractions with weights.
         """
         if any(self.weight[v] for v in op.operands) or not is_contraction(op):
             return NONE
@@ -431,7 +431,7 @@ class _Walk:
         return next(firm, NONE) if any(gives_way) else NONE
 
     def _makers(self, value: int) -> set[int]:
-        """Returns op ids of the nearest anchors upstream of a value."""
+        """Returns op ids of a value's nearest upstream anchors; enters no region."""
         found, seen, rest = set[int](), set[int](), [value]
         while rest:
             made = self.program.maker(rest.pop())
@@ -467,17 +467,17 @@ def _allowed(rule: Rule, size: int) -> frozenset[AxisChoice]:
 
 
 def in_result(rule: Rule) -> list[int]:
-    """Returns the major factors of the first result's dims, in order."""
+    """Returns major factors of the first result's dims, in order; no dims of size 1."""
     return [f for f in map(rule.major, rule.results[0]) if f is not None]
 
 
 def own_factors(rule: Rule) -> list[set[int | None]]:
-    """Returns the set of major factors of each operand's dims."""
+    """Returns for each operand the set of its dims' major factors."""
     return [{*map(rule.major, dims)} - {None} for dims in rule.operands]
 
 
 def shared_factors(rule: Rule) -> list[int]:
-    """Returns batch factors of a contraction: in the result and both operands."""
+    """Returns batch factors of a contraction: in the result and first two operands."""
     own = own_factors(rule)[:2]
     return [f for f in in_result(rule) if all(f in factors for factors in own)]
 
@@ -500,12 +500,12 @@ def data_arguments(frame: Frame) -> dict[int, int]:
 
     Each argument of the step, a tree of leaves, is judged by structure:
 
-    - An argument with state that the step changes is no data. If no argument has state,
-      the one with the most leaves holds the weights.
+    - An argument with state that the step changes is no data. Without such, of several
+      arguments the one with the most leaves (two or more) holds the weights.
     - Other arguments are data if their leaves agree in their first dim, or if some are
-      integers (a graph's nodes and edges, tokens and positions).
+      integers or booleans (a graph's nodes and edges, tokens, masks).
     - An argument returned unchanged is data if its leaves agree in their first dim,
-      also with other data.
+      also with other data, if any.
     - If nothing is data, but other arguments exist, state is data whose leaves agree in
       their first dim, such as a search's beams.
     - If there is still none, untrained state with rows is data: :func:`_rows_of_state`.
@@ -550,8 +550,8 @@ def _rows_of_state(frame: Frame) -> dict[int, int]:
     """Returns {position: 0} for state with rows, such as a policy's environments.
 
     Trained state (parameters, an optimizer's moments) has gradients in its update, and
-    no rows. Other state has rows if its first dim is a dim of products and no dim of a
-    parameter. If several dims qualify, the dim with most FLOPs counts.
+    no rows. Other state has rows if its first dim is a dim of products, and no dim of
+    trained state or other arguments. Of several such dims, most FLOPs decide.
     """
     program, outputs = frame.program, {*frame.program.outputs}
     trained = {
@@ -606,9 +606,9 @@ def is_key(value: Value) -> bool:
 
 @searched_once
 def made_of_parameters(frame: Frame) -> list[bool]:
-    """Returns a list by value id: True if made of arguments without data or keys.
+    """Returns by value id True if made of arguments other than data and keys.
 
-    Scalars of any origin may be mixed in, such as scales of quantized weights.
+    Constants and scalars of any origin may be mixed in. Loops and branches give False.
     """
     program = frame.program
     is_number = [not value.shape for value in program.values]

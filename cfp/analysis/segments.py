@@ -3,7 +3,7 @@
 Blocks are compared by fingerprints of their contractions. A stretch of blocks that
 repeats back to back is cut into its repeats; stretches before and behind it are
 searched again, and so is each repeat. Equal segments have one *kind*: one segment of
-each kind is measured. A *unit* is a run of blocks in one loop, which is not cut.
+each kind is measured. A *unit* is not cut: one block, or a run of blocks in one loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Segment:
         start, end: block indices, ``end`` not included.
         kind: equal for segments of equal structure; kinds count from 0.
         ops: ids of its top-level ops, with the updates of its parameters.
-        groups: indices of the storage groups whose parameter it uses first.
+        groups: indices of the storage groups that it uses, and no earlier segment.
         repeat: runs in one step, if an opened loop holds it; else 1. Updates of its
             parameters, behind the loop, run once.
     """
@@ -50,9 +50,9 @@ def find_segments(frame: Frame) -> tuple[Segment, ...]:
     units = _units(frame)
     program = frame.program
     marks = _fingerprints(frame, units)
-    before = _units_before(frame, units)
+    upstream = _units_upstream(frame, units)
     loops = [_is_loop(frame, unit) for unit in units]
-    cuts = _Cutter(marks, before, loops).cut(0, len(units))
+    cuts = _Cutter(marks, upstream, loops).cut(0, len(units))
     kinds: dict[tuple, int] = {}
     # For each storage group the block that first uses its parameter.
     owners = [min(blocks, default=-1) for blocks in group_readers(frame)]
@@ -118,7 +118,7 @@ def _whole_loops(frame: Frame) -> list[int]:
 
 
 def _units(frame: Frame) -> list[list[int]]:
-    """Returns block indices of each unit: blocks that share a loop, or one block."""
+    """Returns each unit's block indices: one, or a run that a loop or branch ties."""
     program = frame.program
     first: dict[int, int] = {}
     reach = list(range(len(frame.blocks)))  # the last block tied to each
@@ -170,13 +170,13 @@ def block_fingerprint(program: Program, block: Block) -> Hashable:
     return tuple(sorted(parts, key=repr))
 
 
-def _units_before(frame: Frame, units: list[list[int]]) -> list[int]:
-    """Returns for each unit a bit mask of units whose results its anchors read."""
+def _units_upstream(frame: Frame, units: list[list[int]]) -> list[int]:
+    """Returns for each unit a bit mask of the nearest units upstream of its anchors."""
     program = frame.program
     unit_of = {b: i for i, unit in enumerate(units) for b in unit}
     anchors = {b.anchor: unit_of[b.index] for b in frame.blocks}
     made_by = [0] * len(program.values)
-    before = [0] * len(units)
+    upstream = [0] * len(units)
     for op in program.ops:
         reads = [*op.reads]
         for v in reads:
@@ -190,35 +190,35 @@ def _units_before(frame: Frame, units: list[list[int]]) -> list[int]:
             found |= made_by[v]
         if op.id in anchors:
             unit = anchors[op.id]
-            before[unit] |= found & ~(1 << unit)
+            upstream[unit] |= found & ~(1 << unit)
             found = 1 << unit
         for result in op.results:
             made_by[result] = found
-    return before
+    return upstream
 
 
-def _reads_from(before: int, low: int, high: int) -> bool:
-    """True if the bit mask `before` has a unit in ``[low, high)``."""
-    return before >> low & (1 << high - low) - 1 != 0
+def _reads_from(units: int, low: int, high: int) -> bool:
+    return units >> low & (1 << high - low) - 1 != 0
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Cutter:
     """Cuts a sequence of units into segments.
 
-    A loop over layers is a segment of its own, unless it is in a repeated layer. Keys
-    of `known` are (low, high, True inside a repeat).
+    A loop over layers is a segment of its own, unless it is in a repeated layer. A unit
+    has a fingerprint (`marks`), a bit mask of units before it (`upstream`), and True if
+    it is such a loop. Keys of `known` are (low, high, True inside a repeat).
     """
 
     marks: Sequence[Hashable]
-    before: Sequence[int]
+    upstream: Sequence[int]
     loops: Sequence[bool]
     known: dict[tuple[int, int, bool], list[tuple[int, int]]] = field(
         default_factory=dict, init=False
     )
 
     def cut(self, low: int, high: int) -> list[tuple[int, int]]:
-        """Returns (start, end) of each segment of ``[low, high)``."""
+        """Returns (start, end) of each segment of units ``[low, high)``."""
         wanted = [(low, high, False)]
         while wanted:  # A stack, since stretches nest deeper than Python recurses.
             try:
@@ -229,12 +229,12 @@ class _Cutter:
         return self.known[low, high, False]
 
     def _cut(self, low: int, high: int, inner: bool) -> list[tuple[int, int]]:
-        """Cuts a stretch, `inner` in a repeat; KeyError(part) if one is not `known`."""
+        """Cuts a stretch, `inner` a repeat's; KeyError(part) if one is not `known`."""
         if low >= high:
             return []
         ways = [
             self._by_repeat(low, high, inner, *repeat)
-            for repeat in _best_repeats(self.marks, self.before, low, high)
+            for repeat in _best_repeats(self.marks, self.upstream, low, high)
         ]
         if ways:
             return min(ways, key=lambda cuts: (_kinds(self.marks, cuts), len(cuts)))
@@ -242,7 +242,7 @@ class _Cutter:
         if loop is not None and not inner and high - low > 1:
             behind = self.known[loop + 1, high, inner]
             return [*self.known[low, loop, inner], (loop, loop + 1), *behind]
-        split = _restart(self.marks, self.before, low, high)
+        split = _restart(self.marks, self.upstream, low, high)
         if split is not None:
             return [(low, split), *self.known[split, high, inner]]
         return [(low, high)]
@@ -264,11 +264,11 @@ def _kinds(marks: Sequence[Hashable], cuts: list[tuple[int, int]]) -> int:
 
 
 def _best_repeats(
-    marks: Sequence[Hashable], before: Sequence[int], low: int, high: int
+    marks: Sequence[Hashable], upstream: Sequence[int], low: int, high: int
 ) -> list[tuple[int, int, int]]:
-    """Returns back-to-back repeats that cover most units: (start, period, count).
+    """Returns repeats in series that cover most units: (start, period, count) in units.
 
-    Several have equal period and count, and begin a few units apart.
+    [] without repeats. If there are several, only their starts differ.
     """
     best: list[tuple[int, int, int]] = []
     covered = 0
@@ -281,7 +281,7 @@ def _best_repeats(
             whole = (run + period) // period
             for start in range(i - run, i + period - whole * period + 1):
                 count = whole
-                while count >= 2 and not _in_series(before, start, period, count):
+                while count >= 2 and not _in_series(upstream, start, period, count):
                     count -= 1
                 if count >= 2 and count * period > covered:
                     best, covered = [], count * period
@@ -294,31 +294,31 @@ def _best_repeats(
     return best
 
 
-def _in_series(before: Sequence[int], start: int, period: int, count: int) -> bool:
-    """True if every repeat reads results of the repeat before, unlike parallel ones."""
+def _in_series(upstream: Sequence[int], start: int, period: int, count: int) -> bool:
+    """True if each repeat reads the one before; `upstream` has bit masks by unit."""
     for repeat in range(1, count):
         first = start + repeat * period
-        own = before[first : first + period]
+        own = upstream[first : first + period]
         if not any(_reads_from(units, first - period, first) for units in own):
             return False
     return True
 
 
 def _restart(
-    marks: Sequence[Hashable], before: Sequence[int], low: int, high: int
+    marks: Sequence[Hashable], upstream: Sequence[int], low: int, high: int
 ) -> int | None:
-    """Returns the start of the longest copy of a prefix that reads units before it."""
+    """Returns where the longest copy of a prefix starts that reads units before it."""
     for length in range((high - low) // 2, 1, -1):
         for at in range(low + length, high - length + 1):
             same = all(marks[low + k] == marks[at + k] for k in range(length))
-            own = before[at : at + length]
+            own = upstream[at : at + length]
             if same and any(_reads_from(units, low, at) for units in own):
                 return at
     return None
 
 
 def group_readers(frame: Frame) -> list[set[int]]:
-    """Returns the blocks that read each storage group, or else make its gradients."""
+    """Returns by storage group the blocks that read it, or else make its gradients."""
     program, flow = frame.program, Flow(frame.program)
     readers = []
     for group in frame.groups:

@@ -542,7 +542,7 @@ class _Numbering:
     def _piece(self, op: Op) -> int | None:
         """Returns the number of a concatenation's operand that a slice is, or None."""
         whole = self.joined.get(self.numbers[op.operands[0]])
-        if whole is None:
+        if whole is None or {*op.integers("strides")} != {1}:
             return None
         starts, limits = (
             op.integers(name) for name in ("start_indices", "limit_indices")

@@ -97,11 +97,12 @@ def test_there_and_back():
             x.reshape(4, 32).reshape(8, 16),
             jnp.concatenate([x, jnp.sin(x)])[:8],
             jnp.concatenate([x, jnp.sin(x)])[4:12],
+            jnp.concatenate([x, jnp.sin(x)])[:8:2],
         )
 
-    (turned, shaped, cut, across), found, program = numbers(step, X)
+    (turned, shaped, cut, across, strided), found, program = numbers(step, X)
     assert turned == shaped == cut == found[program.args[0]]
-    assert across != cut
+    assert across != cut != strided
 
 
 def test_a_backward_loop_reads_what_the_forward_loop_stacked():

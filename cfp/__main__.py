@@ -48,7 +48,7 @@ def _outlive_readers() -> None:
 def main() -> None:
     """Runs the ``cfp`` command.
 
-    `cfp doctor` imports neither JAX nor any other package, so that it can name missing
+    `cfp doctor` starts without JAX or any other package, so that it can name missing
     ones. Other commands import what they need.
     """
     if sys.version_info < OLDEST_PYTHON:

@@ -90,7 +90,7 @@ def analyze(
     pins: Mapping[int, Spec] | None = None,
     outer: Set[str] = frozenset(),
 ) -> Analysis:
-    """Finds the blocks, the state and the segments of a program on a mesh."""
+    """Finds the blocks, state and segments of a program; takes `build_frame`'s args."""
     frame = open_loops(build_frame(program, mesh, pins, outer))
     return Analysis(frame, find_segments(frame))
 
@@ -159,9 +159,10 @@ def _blocks_and_state(program: Program) -> tuple[Any, ...]:
 def find_passing(frame: Frame, segments: Sequence[Segment]) -> Mapping[Pair, list[int]]:
     """Returns {(maker, reader): ids of values that pass}, by indices of segments.
 
-    An argument's maker is the segment that stores it, or else its first reader. Of
-    several readers of one kind, the nearest before and the nearest behind the maker
-    count: they mostly choose alike, and a compiler reshards to one sharding once.
+    Scalars, constants and reads behind a barrier do not count. An argument's maker is
+    the segment that stores it, or else its first reader. Of readers of one kind, only
+    the nearest before and the nearest behind the maker count: they mostly choose alike,
+    and a compiler reshards to one sharding once.
     """
     found: dict[Pair, list[int]] = {}
     place = {op: segment.index for segment in segments for op in segment.ops}
@@ -175,7 +176,6 @@ def find_passing(frame: Frame, segments: Sequence[Segment]) -> Mapping[Pair, lis
 def _made(
     frame: Frame, segments: Sequence[Segment], place: Mapping[int, int]
 ) -> Iterator[tuple[int, int]]:
-    """Yields (value, maker by `find_passing`), arguments too; no scalars."""
     program = frame.program
     for segment in segments:
         for op_id in segment.ops:
@@ -198,7 +198,7 @@ def _made(
 
 
 def _readers(frame: Frame, place: Mapping[int, int], value: int) -> set[int]:
-    """Returns indices of the segments that read a value."""
+    """Returns indices of the segments that read a value, with no barrier between."""
     program = frame.program
     tops = (program.top_level(user) for user, _ in program.uses(value))
     return {place[op] for op in tops if op in place}
@@ -220,8 +220,8 @@ def _nearest(
 def update_blocks(frame: Frame) -> set[int]:
     """Returns indices of blocks in the optimizer's update that hold no product.
 
-    No product reads their results, and the returned state depends on them. They read
-    gradients, or values of the state alone (a weight's norm) to combine with these.
+    The returned state depends on them, and no product does. They depend on gradients.
+    Or they depend on state alone (a weight's norm), and are combined with gradients.
     """
     program, flow = frame.program, Flow(frame.program)
     ops = program.ops
@@ -245,7 +245,7 @@ def update_blocks(frame: Frame) -> set[int]:
 
 
 def _downstream(flow: Flow, values: Sequence[int]) -> set[int]:
-    """Returns ids of the ops that read some values, directly or not."""
+    """Returns ids of ops that depend on `values`; no loops, branches or barriers."""
     made = flow.made_of(values, lambda op: True)
     return {op.id for op, _ in flow.readers(*made)}
 
@@ -284,7 +284,7 @@ def resolve_pins(
 
 
 def _like(name: str, pattern: str) -> str:
-    """Suggests a path; for a glob, the path's last parts with the glob's wildcards."""
+    """Returns a path to suggest: `name`, or its last parts with the * of a glob."""
     parts = pattern.split("/")
     ends = name.removesuffix("/value").split("/")[-len(parts) :]
     if "*" not in pattern or len(ends) < len(parts):
@@ -388,11 +388,11 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
             samples, else 1}; see `cfp.analysis.roles.data_arguments`.
 
     Returns:
-        Unknown counts are absent.
+        All but the first two may be absent.
         ``model_flops``: of one step, without the step's own rematerialization;
-        ``narrow_share``: share of them in 16 or 8 bits, 0 to 1;
-        ``*_share``: share of them in the precision of that name, 0 to 1;
-        ``*_saves_ms``: estimated time that the precision saves on each device;
+        ``narrow_share``: share of FLOPs in floats of 16 or 8 bits, 0 to 1;
+        ``NAME_share``: share of FLOPs in the `Precision` that rewrote the step;
+        ``NAME_saves_ms``: estimated time that it saves on each device; may be negative;
         ``devices_by_hand``: most devices of a region that the user sharded by hand;
         ``batch_samples``: samples of the batch;
         ``batch_tokens``: table rows that the batch looks up, if more than samples;
@@ -429,10 +429,10 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
 
 
 def _samples(program: Program, v: int, others: Set[tuple[int, ...]]) -> int:
-    """Counts the samples in an argument of the batch: rows, or all microbatches' rows.
+    """Counts the samples in an argument of the batch: rows, the size of its first dim.
 
-    A loop over microbatches carries no value with their rows; a loop over time steps
-    does. Shapes of `others` (sums of gradients, say) do not count there.
+    If loops slice that dim, the second has the rows. Rows of all slices count, unless a
+    loop carries a value with these rows (time steps). Shapes of `others` are ignored.
     """
     first, *rest = program.shape(v)
     readers = [*Flow(program).readers(v)]
@@ -463,7 +463,7 @@ def long_branches(program: Program) -> list[Op]:
 
 
 def _is_long(program: Program, op: Op) -> bool:
-    """True if an op's regions hold a product, solve, FFT, sort or custom call."""
+    """True if an op's regions hold a contraction, solve, FFT, sort or custom call."""
     return any(
         is_contraction(one) or call_flops(one) > 0 or one.kind in _LONG
         for one in map(program.ops.__getitem__, op.body)
@@ -475,8 +475,8 @@ def _looked_up(
 ) -> Iterator[int]:
     """Yields the number of table rows that each lookup takes in one step.
 
-    `rows` and `tables` are ids of arguments. Only tokens count: integers of two dims or
-    more. Others index edges' nodes, places of a sparse array, or labels.
+    `rows` (of the batch) and `tables` are value ids of arguments. Lookups of whole rows
+    by integers of two dims or more count, but not in loops of unknown length.
     """
     values, flow = program.values, Flow(program)
 
@@ -503,14 +503,14 @@ def _looked_up(
             yield count * op.repeat
 
 
-def _share(program: Program, dtypes: tuple[str, ...]) -> float:
-    """Returns the share of FLOPs, 0 to 1, of operand types that begin with these."""
+def _share(program: Program, prefixes: tuple[str, ...]) -> float:
+    """Share of FLOPs, 0 to 1, of products whose first operand's dtype has a prefix."""
     total = meant = 0.0
     for op in program.ops:
         if op.manual is not None:
-            share = _share(op.manual.program, dtypes)
+            share = _share(op.manual.program, prefixes)
         elif is_contraction(op):
-            share = float(product_dtype(program, op).startswith(dtypes))
+            share = float(product_dtype(program, op).startswith(prefixes))
         else:
             continue
         flops = model_flops(program, op)
@@ -520,17 +520,17 @@ def _share(program: Program, dtypes: tuple[str, ...]) -> float:
 
 
 def program_flops(program: Program) -> int:
-    """Counts floating-point operations of one step: two for each multiply-add.
+    """Counts operations of one step on all devices: two for each multiply-add.
 
-    Contractions and calls of known FLOPs count, as often as their loops run;
-    elementwise ops and reductions do not. See `model_flops` for ragged products.
+    Only contractions and calls of known FLOPs count, in all cases of a branch. A loop
+    of unknown length counts as one iteration. Ragged products: see `model_flops`.
     """
     every = (op for op in program.ops if is_contraction(op) or call_flops(op))
     return sum(model_flops(program, op) for op in every)
 
 
 def rematerialized_flops(program: Program, blocks: Sequence[Block]) -> int:
-    """Counts the part of `program_flops` that ``jax.checkpoint`` computes again."""
+    """Counts FLOPs of contractions that repeat an anchor, as in ``jax.checkpoint``."""
     again = [
         program.ops[member.op]
         for block in blocks
@@ -586,7 +586,7 @@ def _group_dims(program: Program, value: int) -> list[int]:
 
 
 def _bound_dims(program: Program, value: int) -> list[int]:
-    """Returns the bounds' own dims if a value compares them with constants; or []."""
+    """Returns own dims of broadcast bounds, if compared with constants; or []."""
     op = program.maker(value)
     if op is None or op.kind != "compare":
         return []

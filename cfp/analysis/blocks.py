@@ -1,10 +1,10 @@
-"""Assigns each op to a ParallelBlock: the contraction whose sharding it follows.
+"""Assigns ops to ParallelBlocks: groups of ops that follow one op's sharding.
 
-A block has an anchor (a forward contraction), the contractions derived from it (such
-as for gradients), and ops around them. Forward ops belong to the contraction before
-them, backward ops to the derived contraction after them. The first ops of a loop's body
-come after the last contraction of the previous iteration. An optimizer's ops belong to
-no block: they follow the storage of the state that they update
+A block has an anchor (mostly a forward contraction), the contractions derived from it
+(such as for gradients), and ops around them. Forward ops mostly belong to the
+contraction before them, backward ops to the derived contraction after them. The first
+ops of a loop's body come after the last contraction of the previous iteration. Ops of
+storage groups belong to no block: they follow the storage of the state that they update
 (:mod:`cfp.analysis.storage`).
 """
 
@@ -96,7 +96,7 @@ class _Labels:
         )
 
     def _may_hold(self, op: int, block: int) -> bool:
-        """False for block -1, or if only others have contractions in the op's loop."""
+        """False for -1, or if the op's outermost loop has members of others alone."""
         held = self.held.get(self.program.top_level(op))
         return block != NONE and (held is None or block in held)
 
@@ -177,7 +177,7 @@ class _Labels:
             times[entry] = around % count - count
 
     def _fill(self, labels: list[int], directions: tuple[bool, ...]) -> None:
-        """Labels unlabelled ops like the neighbour at their largest value, in place.
+        """Labels unlabelled ops in place, like a labelled op at their largest value.
 
         A direction is True for operands, in program order; False for readers, reversed.
         """
@@ -211,11 +211,11 @@ class _Labels:
                 labels[op_id] = label
 
     def _widen(self, labels: list[int], backward: list[bool]) -> None:
-        """Moves ops with dims that their block lacks to a block that has these dims.
+        """Moves ops with dims that their block lacks to a block that has them, if any.
 
-        Position embeddings, for example, are broadcast over the batch: their own block,
-        without the batch dim, would replicate them, so they follow the activations.
-        Sums over the batch in the backward pass follow, too.
+        A broadcast starts it: position embeddings are broadcast over the batch. Their
+        own block, without the batch dim, would replicate them, so they follow the
+        activations. Sums over the batch in the backward pass follow, too.
         """
         ops = self._by_block(labels)
         for label in self.by_rank:
@@ -246,7 +246,7 @@ class _Labels:
         return ops
 
     def _broadcast(self, ops: list[int], lacking: dict[int, Set[int]]) -> set[int]:
-        """Ops that broadcast results of contractions; `lacking` is {op id: factors}."""
+        """Returns ops that add dims with factors of `lacking`, behind contractions."""
         made: set[int] = set()
         found = set()
         for op_id in ops:
@@ -307,7 +307,7 @@ class _Labels:
         block: int,
         labels: list[int],
     ) -> bool:
-        """Moves candidates (op ids) to a block with all their dims; True if any."""
+        """Moves each candidate op of which `block` has all dims; True if one moved."""
         held = [op for op in candidates if self._may_hold(op, block)]
         joined = [*ops[block], *held]
         lacking = self._lacking(joined, self.members[block], held)
@@ -320,7 +320,7 @@ class _Labels:
     def _lacking(
         self, ops: list[int], members: list[Member], asked: list[int]
     ) -> dict[int, tuple[Set[int], bool]]:
-        """Returns {op asked: (factors that no member shares, True if any is)}."""
+        """Returns {op asked: (factors shared by no member, True if any is shared)}."""
         classes = DimClasses(
             self.program, ops, tuple(members), self.flow.canonical, axis_size=1
         )
@@ -357,7 +357,7 @@ class Block:
     """A ParallelBlock: ops that follow the sharding of one, the anchor.
 
     Attributes:
-        members: its contractions, the anchor first; without any, the largest op alone.
+        members: its contractions, gathers, scatters, anchor first; else the largest op.
         ops: ids of all ops, contractions included, in program order.
         name: place in the user's model; see :mod:`cfp.analysis.flow`.
         weight: index of the anchor's only operand from a parameter; -1 for none or two.
@@ -378,7 +378,7 @@ class Block:
 def find_blocks(
     flow: Flow, numbers: Numbers, update_ops: Set[int], parameters: Set[int]
 ) -> tuple[Block, ...]:
-    """Groups a program's ops into ParallelBlocks.
+    """Groups ops into ParallelBlocks; constants, loops and small parts may get none.
 
     Args:
         update_ops: ids of ops that only update state; they get no block.

@@ -1,15 +1,15 @@
 """Anchors, the contractions derived from them, classes of dims, and value numbers.
 
-An *anchor* is a contraction of the forward pass, or a lookup. A lookup needs a table
-that no contraction computes (an embedding), or a result at least as large as the table
-(edges that look up their nodes). Differentiation of ``C = A B`` makes ``dB = A^T dC``
-and ``dA = dC B^T``. These *derived* contractions share one operand with the anchor, and
-their other operand, the cotangent, has the dims of ``C``. Both facts identify them, and
-map their factors to the anchor's.
+An *anchor* is a contraction that derives from no other, or a lookup. A lookup needs a
+table that no contraction computes (an embedding), or a result at least as large as the
+table (edges that look up their nodes). Differentiation of ``C = A B`` makes
+``dB = A^T dC`` and ``dA = dC B^T``. These *derived* contractions share one operand with
+the anchor, and their other operand, the cotangent, has the dims of ``C``. Both facts
+identify them, and map their factors to the anchor's.
 
-Values with equal *numbers* are equal tensors, up to dtype and unit dims. Numbers see
-through casts, barriers, rematerialization, and stacks that a forward loop writes and a
-backward loop reads.
+Values with equal *numbers* count as equal: see `Numbers`. Numbers see through casts,
+barriers, rematerialization, and stacks that a forward loop writes and a backward loop
+reads.
 
 *Classes* are dims of a block's tensors that must be sharded together. All dims of one
 factor of an op are in one class, unless the op is a contraction: the block's strategy
@@ -31,11 +31,11 @@ Permutation = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A contraction of a block.
+    """A contraction, gather or scatter of a block; or its largest op, if it has none.
 
     Attributes:
-        op: the contraction's op id.
-        factors: the anchor's factor for each factor of the contraction, or -1.
+        op: the op's id.
+        factors: the anchor's factor for each factor of the op, or -1.
         cotangent: index of the operand that is the cotangent of the anchor's result;
             -1 for the anchor and its rematerializations.
     """
@@ -51,9 +51,9 @@ class Member:
 
 
 def is_contraction(op: Op) -> bool:
-    """True for dots, convolutions, and sums over a factor that two operands share.
+    """True for dots, convolutions, and other ops that sum a factor of two operands.
 
-    A custom call counts if it has known FLOPs, from products inside.
+    Gathers, scatters and reduces do not count. Custom calls of known FLOPs count.
     """
     if op.rule is None:
         return False
@@ -74,7 +74,7 @@ def is_product(op: Op) -> bool:
 
 
 def find_members(program: Program, numbers: Numbers) -> list[list[Member]]:
-    """Returns for each block its contractions (members), the anchor first."""
+    """Returns each block's contractions, gathers and scatters, the anchor first."""
     return _Finder(program, numbers).run()
 
 
@@ -127,7 +127,7 @@ class _Finder:
         return self.blocks
 
     def _spreads(self, op: Op) -> bool:
-        """True for a forward gather that adds dims and is as large as its table.
+        """True for a forward gather that adds dims and is no smaller than its table.
 
         With new dims sharded, the compiler gathers the table, which costs less than to
         reduce the result. A loss that picks few scores is cheaper to reduce.
@@ -217,7 +217,7 @@ class _Finder:
         """True if the result has the factors of the anchor's other operand.
 
         Scatters and convolutions always fit, as the sizes of their windows change;
-        `found` gets their factors that match.
+        `found` gets their factors if all match.
         """
         rule, base = op.known_rule, anchor.known_rule
         other = base.operands[1 - index]
@@ -234,7 +234,7 @@ class _Finder:
 
         Anchors with a common operand (query, key and value projections) have equal
         derived contractions. A cotangent belongs to one anchor: another contraction
-        that reads it may have only one candidate. Other blocks are taken in order.
+        that reads it may have only one candidate. Others take the latest free block.
         """
         owner: dict[int, int] = {}
 
@@ -258,7 +258,7 @@ class _Finder:
 
 
 def _made_by_contractions(program: Program) -> list[bool]:
-    """Returns a list by value id: True if a contraction is upstream."""
+    """Returns by value id: True if a contraction may be upstream, in this iteration."""
     made = [False] * len(program.values)
     for op in program.ops:
         for v in op.reads:
@@ -287,7 +287,7 @@ def _in_order(found: dict[int, int], mine: list[int], theirs: list[int]) -> list
 def _align(
     found: dict[int, int], rule: Rule, mine: list[int], base: Rule, theirs: list[int]
 ) -> bool:
-    """Adds pairs to a map; False if lengths, sizes or known pairs contradict."""
+    """Adds pairs to a map; False, with some added, if lengths, sizes or pairs clash."""
     if len(mine) != len(theirs):
         return False
     for factor, other in zip(mine, theirs, strict=True):
@@ -422,7 +422,10 @@ _PURE = frozenset({"constant", "iota"})
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers of values: equal ones prove tensors equal, up to dtype and unit dims.
+    """Numbers of values: equal ones mean equal tensors, up to dtype and unit dims.
+
+    There are two exceptions. Slices of one stack in loops have one number, whatever
+    their index. A branch's result has the number of its only non-constant case.
 
     Attributes:
         of: a number for each value id.
@@ -438,7 +441,7 @@ class Numbers:
 
 
 def number_values(program: Program) -> Numbers:
-    """Gives equal numbers to tensors equal by construction, as `Numbers` says."""
+    """Numbers a program's values; equal tensors may get different numbers."""
     return _Numbering(program).run()
 
 
@@ -475,7 +478,6 @@ class _Numbering:
         return Numbers(numbers, self.views)
 
     def _invariant_entries(self) -> set[int]:
-        """Returns arguments of loop bodies that iterations pass on unchanged."""
         found = set()
         for op in self.program.ops:
             if op.kind != "while":
@@ -595,7 +597,7 @@ class _Numbering:
         return found
 
     def _number_regions(self, op: Op) -> None:
-        """Numbers the values of a loop or branch, as those of an earlier equal one."""
+        """Numbers a loop's or branch's values, like an earlier equal one's, if any."""
         form = self._form(op)
         before = op if form is None else self.regions.setdefault(form, op)
         if before is not op:
@@ -611,7 +613,6 @@ class _Numbering:
         return [*(self.program.ops[inner] for inner in op.body), op]
 
     def _made_in(self, op: Op) -> list[int]:
-        """Returns all values that a loop or branch and its body make."""
         return [v for o in self._with_body(op) for v in (*o.entries, *o.results)]
 
     def _form(self, op: Op) -> tuple | None:
@@ -641,7 +642,6 @@ class _Numbering:
         )
 
     def _number_branches(self, op: Op) -> None:
-        """Gives results the one number of their non-constant cases, or a fresh one."""
         program = self.program
         for place, result in enumerate(op.results):
             found = {
@@ -666,7 +666,7 @@ class _Numbering:
 
 
 def _is_opaque(op: Op) -> bool:
-    """True for ``rng``, and for ops with neither rule nor regions, except constants."""
+    """True for ``rng`` and ops without rule and regions, except constants and iotas."""
     unknown = op.rule is None and op.kind not in _PURE and not op.has_regions
     return op.kind == "rng" or unknown
 

@@ -120,7 +120,7 @@ def segment_records(analysis: Analysis) -> list[dict]:
 
 
 def opaque_ops(program: Program) -> list[Op]:
-    """Returns ops without a sharding rule that depend on arguments; they replicate."""
+    """Returns ops without a sharding rule, except constants, loops and branches."""
     return [
         op
         for op in program.ops
@@ -169,7 +169,7 @@ def op_strategies(frame: Frame, block: Block, member: Member) -> list[Strategy]:
 
 
 def plan_numbers(frame: Frame, block: Block, member: Member) -> list[int]:
-    """Returns for each strategy of a block its index in a member's `op_strategies`."""
+    """Returns for each block strategy its index in `op_strategies`, or no split's."""
     strategies = block_strategies(frame.program, block, frame.mesh)
     if not member.derived:
         return list(range(len(strategies)))
@@ -189,10 +189,10 @@ def plan_numbers(frame: Frame, block: Block, member: Member) -> list[int]:
 
 
 def op_line(program: Program, op: Op, *, typed: bool = False) -> str:
-    """Formats an op on one line, with its place in the user's model.
+    """Formats an op on one line, with its place in the user's model, if known.
 
     Args:
-        typed: operands have types, and the line begins without the op's number.
+        typed: operands have types, and ``%KIND.ID`` replaces ``ID KIND.ID`` in front.
     """
     operands = [value_name(program, v) for v in op.operands]
     if typed:
@@ -214,7 +214,7 @@ def op_line(program: Program, op: Op, *, typed: bool = False) -> str:
 
 
 def value_name(program: Program, value: int) -> str:
-    """Returns an argument's path, ``carried.ID`` in a loop, or its op's ``KIND.ID``."""
+    """Returns an argument's path, ``carried.ID`` in a loop, or ``KIND.ID[#RESULT]``."""
     if (op := program.maker(value)) is not None:
         place = op.results.index(value)
         return f"{op.kind}.{op.id}" + (f"#{place}" if place else "")

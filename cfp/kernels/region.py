@@ -11,12 +11,11 @@ ops make them from equal values, at the same index. Otherwise they count as diff
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ At = tuple[tuple[int, int], ...]  # (loop, number of an index) pairs
 Node = tuple[int, At]  # A value in given iterations of the loops around it.
 FLOATS = frozenset({"f32", "bf16", "f16"})
 _HERE: At = ()
-_NOTHING: Mapping[int, np.ndarray] = MappingProxyType({})
 
 
 class Values:
@@ -67,15 +65,15 @@ class Values:
         return found
 
     def is_leaf(self, v: int) -> bool:
-        """True if a value is constant: depends on no argument, counter or flag."""
+        """True if pure ops make a value from constants and iotas alone."""
         return self.same(v) in self._leaves
 
-    def array(self, v: int, given: Mapping[int, np.ndarray] = _NOTHING) -> np.ndarray:
-        """A constant's array, size 1 along dims of equal numbers; or NotConstant."""
-        return self._constants.value(v, self.same, given)
+    def array(self, v: int) -> np.ndarray:
+        """Evaluates a value or raises NotConstant; dims of equal numbers may be 1."""
+        return self._constants.value(v, self.same)
 
     def number_of_constant(self, v: int) -> float | None:
-        """The number of a constant with equal elements; None for others."""
+        """The number that fills a constant, or None; may miss slices and reshapes."""
         if self._leaves.get(self.same(v), True):
             return None
         try:
@@ -85,7 +83,7 @@ class Values:
         return float(found.reshape(-1)[0]) if found.size == 1 else None
 
     def parent(self, v: int) -> int:
-        """Id of the loop or branch around a value; -1 without."""
+        """Id of the innermost loop or branch around a value; -1 without."""
         op = self.program.maker(v)
         return op.parent if op is not None else self._loop_of.get(v, -1)
 
@@ -105,10 +103,10 @@ class Values:
         return self._standing[self.same(v)]
 
     def readers(self, v: int) -> Iterator[tuple[Op, int, int]]:
-        """Yields the ops that read a value and do not only pass it on.
+        """Yields readers of all `standing`, but barriers and loops that pass them on.
 
         Yields:
-            (op, index, operand's id); indices after the operands are yielded values.
+            (op, index in `op.reads`, id of the value read there).
         """
         for w in self.standing(v):
             for user, index in self.program.users[w]:
@@ -135,7 +133,7 @@ class Values:
         return frozenset(found)
 
     def _integer(self, v: int) -> int | None:
-        """The number of an integer constant, or None."""
+        """The number of a scalar integer constant; None for others."""
         value = self.program.values[v]
         if value.shape or not value.dtype.startswith(("i", "ui")):
             return None
@@ -145,20 +143,19 @@ class Values:
             return None
 
     def _before_loops(self, v: int) -> int:
-        """Original of a value that loops pass on unchanged."""
         while v in self._passed_on:
             v = self.program.values[v].origin
         return v
 
     def trips(self, loop: Op) -> int:
-        """Number of a loop's iterations; 0 if its body has no ops."""
+        """Number of a loop's iterations; 1 if unknown."""
         inner = [i for i in loop.body if self.program.ops[i].parent == loop.id]
         return self.program.ops[inner[0]].repeat // max(1, loop.repeat) if inner else 0
 
     # -- originals ---------------------------------------------------------------------
 
     def source(self, node: Node) -> Node:
-        """Original of a value that barriers, loops and stacks pass on; or the value."""
+        """Original of a node that barriers, loops or stacks pass on; else the node."""
         program = self.program
         v, at = node
         while True:
@@ -208,7 +205,7 @@ class Values:
         return update.operands[1], (*outer, (loop.id, index))
 
     def update_of(self, loop: Op, place: int) -> Op | None:
-        """The op that stacks each iteration's value in loop result `place`, or None."""
+        """The op that stacks iterations' values in order in result `place`, or None."""
         update = self.program.maker(loop.yields[place])
         entry = loop.entries[len(loop.operands) + place]
         if update is None or update.kind != "dynamic_update_slice":
@@ -221,7 +218,7 @@ class Values:
         return update if stack == entry and fits and is_next else None
 
     def _index(self, number: int, count: int) -> int:
-        """Number of the value of index `number` after clamping to `count` places."""
+        """Number of an index after clamping to `count` places; `number` is its own."""
         key = ("index", number, count)
         if number in self._held and self._held[number] == count:
             return number
@@ -267,7 +264,7 @@ class Values:
 
 
 def _is_pure(op: Op) -> bool:
-    """True if operands and attributes determine the result."""
+    """True only if operands and attributes determine the result."""
     is_known = op.rule is not None or op.kind in ("constant", "iota")
     return is_known and not op.has_regions and op.kind not in ("rng", "custom_call")
 
@@ -296,13 +293,13 @@ _RANDOM = frozenset({"bitcast_convert", "rng", "rng_bit_generator"})
 
 
 def where(op: Op) -> str:
-    """Source line of an op, for messages."""
+    """Source line of an op for messages; else its scope, or "no line"."""
     return op.source or op.scope or "no line"
 
 
 @dataclass
 class Region:
-    """The ops that follow a contraction which may make scores.
+    """The ops that follow a contraction which may make scores; empty before `grow`.
 
     Attributes:
         scores: the contraction.
@@ -331,8 +328,8 @@ class Region:
         """Fills the attributes by following the readers of scores.
 
         Raises:
-            Different: an op that is not provable reads them, or the program returns
-                them.
+            Different: the ops that follow are too many or not provable, or the program
+                returns a member.
         """
         stack = [*self.scores.results]
         while stack:
@@ -366,7 +363,7 @@ class Region:
                 yield from op.results
 
     def _add_stack(self, update: Op, v: int) -> None:
-        """Adds a loop's stack of a member. Readers but slices raise Different."""
+        """Adds the stack of `v`; Different if more than slices of `v` read it."""
         program, values, [made] = self.program, self.values, update.results
         loop = program.ops[update.parent] if update.parent >= 0 else None
         yields = loop.yields if loop is not None and loop.kind == "while" else ()
@@ -385,7 +382,7 @@ class Region:
     # -- a closed list of ops ----------------------------------------------------------
 
     def is_closed(self, op: Op) -> bool:
-        """True if an op, by attributes and dtypes, may be between contractions."""
+        """True if an op is in the closed list of those between contractions."""
         program = self.program
         dtypes = {program.values[v].dtype for v in op.results}
         if op.rule is None or not dtypes <= FLOATS:
@@ -405,7 +402,10 @@ class Region:
 
 
 def contractions(values: Values, v: int, size: int) -> Iterator[Op]:
-    """Yields contractions with `size` elements that a value depends on elementwise."""
+    """Yields contractions of `size` elements that make a value.
+
+    The search stays at values of that size, and ends at reduces and exponentials.
+    """
     program = values.program
 
     def before(v: int) -> Iterator[int]:
@@ -424,7 +424,7 @@ def contractions(values: Values, v: int, size: int) -> Iterator[Op]:
 
 
 def scores_of(values: Values, exponential: Op) -> Op | None:
-    """Returns the contraction that may make a softmax's scores, or None."""
+    """A contraction with a batch dim that may make an exponential's scores, or None."""
     [v], size = exponential.operands, prod(values.program.shape(exponential.results[0]))
     if (dot := next(contractions(values, v, size), None)) is None:
         return None
@@ -437,7 +437,7 @@ def scores_of(values: Values, exponential: Op) -> Op | None:
 
 
 def has_dropout(region: Region) -> bool:
-    """True if an op between contractions depends on random numbers."""
+    """True if an op between contractions seems to depend on random numbers."""
     program, values = region.program, region.values
 
     def before(v: int) -> Iterable[int]:

@@ -1,6 +1,6 @@
 """Kernels that compute attention on one device: one record and one module each.
 
-To add a kernel, write its module and its record in `KERNELS`. `cfp.attention`, the
+To add a kernel, write its module and its record in `_ALL`. `cfp.attention`, the
 option `--attention`, and estimates use these records. By default plans use the kernels
 of `cfp.kernels.matches.usual`. Memory estimates of `ScoreMemory.CHUNKS` are
 for `cfp.kernels.chunked`. A module has
@@ -9,11 +9,11 @@ for `cfp.kernels.chunked`. A module has
 - ``refusal(problem, platform)``: why it cannot compute a problem on one device, or
   None. The platform is JAX's name: "cpu", "gpu", "cuda", "rocm" or "tpu". "gpu" may be
   any vendor's; `cudnn.py` recognises NVIDIA GPUs by their compute capability;
-- for rings ``attend`` and ``gradients``, as in `cfp.kernels.plain`: attention to a
-  block of keys with its log-sum-exp, and a block's contribution to the gradients, from
-  the whole row's output and log-sum-exp. Outputs may be in q's dtype; the log-sum-exp
-  is float32. The two are separate, since log-sum-exps of public functions are not
-  differentiable.
+- for rings and gathered keys ``attend`` and ``gradients``, as in `cfp.kernels.plain`:
+  attention to a block of keys with its log-sum-exp, and a block's contribution to the
+  gradients, from the whole row's output and log-sum-exp. Outputs may be in q's dtype;
+  the log-sum-exp is float32. The two are separate, since log-sum-exps of public
+  functions are not differentiable.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 Each rank (device along the axis) keeps its queries. In a ring, keys and values rotate:
 a step sends them to the next rank by a collective-permute, issued before the step's
 computation, which does not depend on it. Results of steps are combined by their
-log-sum-exp in float32. The backward pass rotates again, with the whole row's output and
-log-sum-exp. The gradients of keys and values travel with them in float32, back to their
-own rank. Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite
-Context", 2023.
+log-sum-exp in float32. The backward pass rotates keys and values again; each rank has
+its rows' whole output and log-sum-exp. Gradients that other ranks compute travel with
+keys and values in float32; their sums return in the type of the keys. Liu et al., "Ring
+Attention with Blockwise Transformers for Near-Infinite Context", 2023.
 
-The functions run inside a `jax.shard_map` that is manual in the axis.
+`spread_attention` runs inside a `jax.shard_map` that is manual in the axis.
 
 In zigzag order the sequence has two chunks for each rank: rank i has chunk i and chunk
 2 * ranks - 1 - i. Then a causal mask gives every rank the same work in every step.
@@ -63,7 +63,7 @@ def from_zigzag(x: Array, ranks: int) -> Array:
 
 
 def local_positions(rank: Array, ranks: int, count: int, zigzag: bool) -> Array:
-    """Positions of a rank's tokens, [count] int32."""
+    """Natural positions of a rank's `count` tokens, [count] int32."""
     index = jnp.arange(count, dtype=jnp.int32)
     if not zigzag:
         return rank * count + index
@@ -73,7 +73,7 @@ def local_positions(rank: Array, ranks: int, count: int, zigzag: bool) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Selection of all tokens of a rank, or of one half.
+    """Selection of all tokens of a block, or of one half.
 
     Attributes:
       half: 0 or 1, as [] int32 if it depends on the rank; None for all tokens.
@@ -84,7 +84,7 @@ class Rows:
     count: int
 
     def of(self, x: Array, dim: int = 1) -> Array:
-        """The selected tokens, along `dim`, of an array of a rank's tokens."""
+        """The selected tokens, along `dim`, of an array of a block's tokens."""
         if self.half is None:
             return x
         return lax.dynamic_slice_in_dim(x, self.half * self.count, self.count, dim)
@@ -92,7 +92,7 @@ class Rows:
     def spread(self, part: Array, fill: float = 0.0) -> Array:
         """Undoes `of` along dim 1, with a fill for other tokens.
 
-        The expression is elementwise, so that XLA fuses it into its reader.
+        The expression has no update in place, so that XLA can fuse it into its reader.
         """
         if self.half is None:
             return part
@@ -125,7 +125,7 @@ class Ring:
     def of(
         cls, strategy: AttentionStrategy, kernel: Kernel, scores: Scores, mask: Mask
     ) -> Ring:
-        """The ring or gathering of a strategy."""
+        """The ring or gathering of a strategy; AssertionError if it has none."""
         assert strategy.spread is not None, "tokens are sharded"
         return cls(
             axis=strategy.spread,
@@ -142,11 +142,11 @@ class Ring:
         """This device's rank, [] int32."""
         return lax.axis_index(self.axis)
 
-    def rotated(self, x: Any, ranks: int) -> Any:
-        """Returns the arrays of rank - ranks: sends each rank's to rank + ranks."""
-        if ranks % self.ranks == 0:
+    def rotated(self, x: Any, ahead: int) -> Any:
+        """Sends arrays `ahead` ranks ahead in the ring; returns those that arrive."""
+        if ahead % self.ranks == 0:
             return x
-        path = [(rank, (rank + ranks) % self.ranks) for rank in range(self.ranks)]
+        path = [(rank, (rank + ahead) % self.ranks) for rank in range(self.ranks)]
         return lax.ppermute(x, self.axis, path)
 
     @property
@@ -156,7 +156,7 @@ class Ring:
         return self.gather and (simple or self.kernel.any_positions)
 
     def steps(self, tokens: int) -> int:
-        """Most blocks of `tokens` keys that a rank sees, own included; 1 if in_one."""
+        """Steps for all blocks of `tokens` keys that a rank may see; 1 if in_one."""
         if self.in_one:
             return 1
         left = self.mask.left
@@ -171,7 +171,7 @@ class Piece:
     """Part of a rank's work in a step: attention of some queries to some keys.
 
     Attributes:
-      when: [] bool, False if no key is visible; None to compute always.
+      when: [] bool, False only if no key is visible; None to compute always.
       queries: selected queries of the rank.
       keys: selected keys of the step's block.
     """
@@ -184,7 +184,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Pieces of work of a rank, by step. Step s computes the keys of rank - s.
+    """Pieces of a rank's work. Step s has the keys of rank - s, or all if in_one.
 
     Attributes:
       queries: number of a rank's queries.
@@ -202,7 +202,7 @@ class Pieces:
     rank: Array
 
     def of_step(self, step: int | Array) -> tuple[Piece, ...]:
-        """Pieces of a step, in order; a traced step must not be 0."""
+        """Pieces of a step; a traced step must not be 0."""
         ring, mask = self.ring, self.ring.mask
         if not mask.by_position:
             return (self._piece(step),)
@@ -232,7 +232,7 @@ class Pieces:
         )
 
     def of_own(self) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-        """Pieces of step 0: those to compute first, and those that may come last."""
+        """Pieces of step 0: those to compute first, and any that may come last."""
         pieces, half = self.of_step(0), self.keys // 2
         mask = pieces[0].mask
         if not self.ring.zigzag or not mask.causal or mask.query_positions is not None:
@@ -276,7 +276,7 @@ class Pieces:
     ) -> Piece:
         """A piece whose mask has positions.
 
-        It is computed `always`, or `when`, by default if a query may see a key.
+        Without `when` and `always` it is computed if a query may see a key.
         """
         ring = self.ring
         queries, keys = queries or Rows(None, self.queries), keys or self._all_keys
@@ -342,7 +342,7 @@ def forward(
     """Forward pass of `spread_attention`.
 
     Returns:
-      The output, and residuals for `backward`: the arguments, the output and its
+      The output, and residuals for `backward`: the arrays, the output and its
       log-sum-exp over all keys, [batch, queries, heads] float32.
     """
 
@@ -389,7 +389,7 @@ def forward(
 
 
 def backward(ring: Ring, kept: Residuals, dout: Array) -> tuple[Any, ...]:
-    """Gradients of all arguments of `spread_attention`, None for segments."""
+    """Gradients (dq, dk, dv, None, None) of the arrays of `spread_attention`."""
     # Rotated arrays must differ from the forward pass's. Otherwise XLA merges equal
     # transfers, and keeps all blocks in memory until the backward pass. A barrier is
     # not enough, since XLA removes it early. So values and keys are one array here.
@@ -468,7 +468,7 @@ def _run(
     so_far: Any,
     kv: KeysValues,
 ) -> Any:
-    """Computes the pieces of a step, but invisible ones; returns `so_far` with them."""
+    """Folds pieces into `so_far` by `compute`; those with a False `when` do not run."""
     for piece in pieces:
 
         def go(so_far: Any, piece: Piece = piece) -> Any:
@@ -482,7 +482,7 @@ def _run(
 
 
 def _gathered(kv: Array, ring: Ring) -> Array:
-    """[ranks, 2, batch, keys, ...], or one block [2, batch, ranks * keys, ...]."""
+    """Gathers [2, batch, keys, ...] along keys if in_one, else along a new dim 0."""
     if ring.in_one:
         return lax.all_gather(kv, ring.axis, axis=2, tiled=True)
     return lax.all_gather(kv, ring.axis, axis=0)

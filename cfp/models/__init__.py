@@ -44,7 +44,7 @@ def build(name: str, **options: Scalar) -> tuple[TrainStep, tuple[TrainState, Ba
       `(train_step, (state, batch))`, the arguments as trees of jax.ShapeDtypeStruct.
 
     Raises:
-      ValueError: the name or an option is unknown, or the options do not fit together.
+      ValueError: the name or an option is unknown, or an option's value is not allowed.
       CfpError: optax is not installed.
     """
     model, config, optimizer = _settled(name, options)

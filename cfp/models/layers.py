@@ -1,11 +1,11 @@
 """Layers and train step of all models: functions of nested dicts of float32 parameters.
 
-Layers compute in the type of their input. Shapes use: batch, seq, hidden, heads,
-head_dim, ffn, vocab.
+Layers multiply in the type of their input, and return it; norms and softmax compute in
+float32. Shapes use: batch, seq, hidden, heads, head_dim, ffn, vocab.
 
 For sharding by hand, dims of parameters and activations have logical names, such as
 embed and act_batch. Rules map names to mesh axes, as in MaxText. The residual stream's
-sequence has a name of its own, act_residual_seq: rules can shard it but not the
+sequence has a name of its own, act_residual_seq: rules can shard it without the
 sequence inside attention and MLPs (Megatron's sequence parallelism). The planner
 removes the constraints of rules.
 
@@ -61,8 +61,8 @@ def sharded_by(
 
     Args:
       mesh: a mesh with axes of AxisType.Auto.
-      rules: {logical name: mesh axes}.
-      only: activations to constrain, such as `RESIDUAL`; all if empty.
+      rules: {logical name: mesh axes}; dims of other names are not sharded.
+      only: names of activations to constrain, such as `(RESIDUAL,)`; all if empty.
     """
     return _set(_rules, (mesh, rules, only))
 
@@ -70,7 +70,7 @@ def sharded_by(
 def attending_by(kernel: AttentionKernel) -> contextlib.AbstractContextManager[None]:
     """Context manager: models traced inside it attend by kernel(q, k, v, causal).
 
-    The kernel scales scores by head_dim ** -0.5, and takes fewer heads of k and v.
+    The kernel must scale scores by head_dim ** -0.5. k and v may have fewer heads.
     """
     return _set(_kernel, kernel)
 
@@ -85,7 +85,7 @@ def constrain(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
 
 
 def mesh_spec(names: PartitionSpec, rules: Rules) -> PartitionSpec:
-    """Maps logical names to mesh axes. Names without a rule or free axis give None."""
+    """Maps names to axes; None if a name has no rule, or an earlier name's axis."""
     used: set[str] = set()
     found: list[Axes] = []
     for name in names:
@@ -110,7 +110,7 @@ def inside(
 
 
 def linear(params: Params, x: jax.Array, axes: int = 1) -> jax.Array:
-    """Contracts the last `axes` dims with a kernel, and adds a bias if there is one.
+    """Contracts the last `axes` dims of x with a kernel's first; adds a bias, if any.
 
     Args:
       params: a kernel, or a dict with "kernel" and optionally "bias".
@@ -125,7 +125,7 @@ def linear(params: Params, x: jax.Array, axes: int = 1) -> jax.Array:
 
 
 def layer_norm(params: Params, x: jax.Array) -> jax.Array:
-    """Layer normalisation over the last dim, in float32."""
+    """Layer normalisation over the last dim; float32 inside, returns x's dtype."""
     wide = x.astype(jnp.float32)
     square = jnp.square(wide)
     mean, mean_square = wide.mean(-1), square.mean(-1)
@@ -138,7 +138,7 @@ def layer_norm(params: Params, x: jax.Array) -> jax.Array:
 
 
 def rms_norm(scale: jax.Array, x: jax.Array) -> jax.Array:
-    """RMS normalisation over the last dim, in float32; the scale is [hidden]."""
+    """RMS normalisation over the last dim; float32 inside, returns x's dtype."""
     y = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
     return (scale * y * jax.lax.rsqrt(mean_square + RMS_EPSILON)).astype(x.dtype)
@@ -155,7 +155,8 @@ def embed(params: Params, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Embeddings of tokens, [batch, seq] -> [batch, seq, hidden].
 
     Args:
-      params: a table [vocab, hidden], or a dict of tables for tokens and positions.
+      params: a table [vocab, hidden], or a dict of a token and a position table, whose
+        rows are added.
     """
     # Rows are cast after the look-up, so that gradients of frequent tokens are summed
     # in float32.
@@ -191,7 +192,7 @@ def attention(
       causal: True masks the tokens after a query.
       kv_names: logical names of keys' and values' dims. With KV_HEADS, a key head
         serves heads / kv_heads consecutive query heads.
-      turn: maps queries, and then keys, as a rotary embedding does.
+      turn: function applied to queries and to keys, such as a rotary embedding.
     """
     query, key, value = (
         constrain(inside(name, linear, params, x), names)
@@ -258,7 +259,7 @@ Batch = dict[str, Any]
 
 
 class TrainState(NamedTuple):
-    """Float32 parameters, and AdamW's state: float32 moments and an int32 count."""
+    """Float32 parameters, and the optimizer's state: AdamW's for models by name."""
 
     params: Any
     opt_state: Any
@@ -294,18 +295,18 @@ def cross_entropy(
 def make_train_step(apply: Apply, optimizer: Any, microbatches: int = 1) -> TrainStep:
     """Makes a train step from a network and an optax optimizer.
 
-    The loss is the cross-entropy plus the network's penalty. If the batch has a "mask",
-    only its positions count.
+    The loss is the cross-entropy plus the network's penalty. A "mask" in the batch
+    selects the positions of the cross-entropy.
 
     With microbatches, a loop runs parts of the batch and sums their gradients, so only
-    one part's activations are kept. Loss and gradients equal the whole batch's if
-    sequences do not interact and the penalty is a mean over sequences.
+    one part's activations are kept. Loss and gradients are the whole batch's, but for
+    rounding, if sequences do not interact and the penalty is a mean over sequences.
     """
 
     def loss_fn(
         params: Any, batch: Batch, share: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """A part's contributions to loss and cross-entropy; `share` is its weight."""
+        """(loss, cross-entropy) of a batch, or a part's contributions by `share`."""
         logits, penalty = apply(params, batch)
         entropy = cross_entropy(logits, batch["labels"], batch.get("mask"))
         if share is None:
@@ -325,7 +326,7 @@ def make_train_step(apply: Apply, optimizer: Any, microbatches: int = 1) -> Trai
     def train_step(
         state: TrainState, batch: Batch
     ) -> tuple[TrainState, dict[str, Any]]:
-        """One step, by tokens and labels [batch, seq]; metrics: loss, cross_entropy."""
+        """One step; metrics: loss and cross_entropy, before the update."""
         whole = accumulate if microbatches > 1 else gradient
         (loss, entropy), grads = whole(state.params, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

@@ -30,7 +30,7 @@ Scalar = int | float | str | bool | None
 
 
 class ModelOption(NamedTuple):
-    """An option of a model; default None means derived from other options."""
+    """An option of a model or target; a model derives a default None from others."""
 
     name: str
     type: type
@@ -48,9 +48,9 @@ def _option(default: Scalar, doc: str, least: int | None = None) -> Any:
 
 
 class Config(BaseModel, frozen=True, strict=True, extra="forbid"):
-    """Options of all models and of training; `Model.defaults` replaces these defaults.
+    """Options of all models and of training, checked.
 
-    The defaults are GPT's.
+    The defaults are GPT's; `Model.config` applies `Model.defaults` over them.
     """
 
     vocab: int = _option(51200, "tokens in the vocabulary", least=2)
@@ -146,7 +146,7 @@ class Model:
         """Makes a checked configuration.
 
         Raises:
-          ValueError: an option is unknown, or the options do not fit together.
+          ValueError: an option is unknown, or an option's value is not allowed.
         """
         known = [option.name for option in self.options]
         for option in options.keys() - known:
@@ -180,7 +180,7 @@ class Model:
         return jax.tree.map(lambda text: PartitionSpec(*text.split()), ends | layers)
 
     def init(self, config: Config, key: jax.Array) -> Params:
-        """Initial parameters, float32: scales 1, biases 0, others normal (0.02)."""
+        """Float32 parameters: scales 1, biases 0, others normal, std `INIT_STDDEV`."""
         c = config
         sizes = {"vocab": c.vocab, "position": c.seq, "type": 2, "heads": c.heads}
         sizes |= dict.fromkeys(("embed", "head_embed", "norm"), c.hidden)

@@ -3,7 +3,7 @@
 - GPT: pre-LN decoder layers (Radford et al., 2019).
 - BERT: post-LN encoder layers, trained by masked language modelling only (Devlin et
   al., 2019). The vocabulary's last token is [MASK].
-- LLaMA 2: rotary positions, grouped-query attention, gated MLPs (Touvron et al., 2023).
+- LLaMA 2: rotary positions, gated MLPs, optional `kv_heads` (Touvron et al., 2023).
 - MoE: every second decoder layer routes its tokens (Lepikhin et al., "GShard", 2020).
 
 In the MoE, a token goes to the two experts with the largest gate
@@ -44,7 +44,7 @@ def decoder_layer(
     second: str = "feed_forward_norm",
     feed_forward: Layer = lambda params, x: (inside("mlp", nn.mlp, params, x), None),
 ) -> tuple[jax.Array, jax.Array | None]:
-    """A pre-norm decoder layer; `second` is the params' key of the second norm."""
+    """A pre-norm layer and its penalty; `second` is the second norm's key in params."""
     h = inside("attention_norm", nn.norm, params, x)
     x = constrain(x + inside("attention", attend, params, h), RESIDUAL)
     y, penalty = feed_forward(params, inside(second, nn.norm, params, x))
@@ -78,7 +78,7 @@ MASKED_SHARE = 0.15
 
 
 def encoder_layer(params: Params, x: jax.Array) -> tuple[jax.Array, None]:
-    """A post-LN encoder layer: a norm follows each residual sum."""
+    """A post-LN encoder layer, without a penalty: a norm follows each residual sum."""
     y = inside("attention", nn.attention, params, x, causal=False)
     x = constrain(x + y, RESIDUAL)
     x = inside("attention_norm", nn.layer_norm, params, x)
@@ -214,9 +214,8 @@ class Routing(NamedTuple):
 
     Attributes:
       dispatch: [groups, group, experts, capacity], 1 at a token's seats.
-      combine: the seats' weights. A token's weights sum to 1, less those of full
-        experts.
-      balance: [], 1 if load or mean gates are even, usually more otherwise.
+      combine: weights, like dispatch. A token's sum to 1, less those of full experts.
+      balance: [], 1 if first choices or mean gates are even, usually more otherwise.
     """
 
     dispatch: jax.Array
@@ -227,7 +226,7 @@ class Routing(NamedTuple):
 def route_top2(gates: jax.Array, capacity: int) -> Routing:
     """Gives each token seats at its two most probable experts, in token order.
 
-    All first choices are seated before any second choice. A full expert adds nothing.
+    All first choices are seated before any second choice. A full expert adds no seat.
 
     Args:
       gates: [groups, group, experts], each token's probabilities.

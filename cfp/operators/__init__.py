@@ -1,4 +1,4 @@
-"""Operators that models are made of, each with several implementations.
+"""Operators that models are made of, most with several implementations.
 
     from cfp.operators import gpt_attention, layer_norm
 

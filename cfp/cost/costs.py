@@ -1,13 +1,13 @@
 """Estimated costs of segments' choices, without compiling: time and memory.
 
-A segment (a repeated run of blocks, such as a layer) has a choice: a strategy (a
-sharding) for each block, and a storage mode for parameters. A segment's kind is the
-number of a group of equal segments. An opened loop is one whose body has several
-segments.
+A segment is a run of blocks, such as a layer. Its choice has a strategy (a sharding)
+for each block and a storage mode for parameters. It may have kernels, too. A segment's
+kind is the number of a group of equal segments. An opened loop is one whose body has
+several segments.
 
 A segment's time has a term for each block (compute, and collectives inside it) and a
-term for each pair of blocks (collectives between them). The terms come from measured
-rates. The estimate ranks choices for measuring.
+term for each pair of blocks (collectives between them). The terms come from the
+devices' rates. Estimates rank choices for measuring, or decide without measuring.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class SegmentChoice:
     """A segment's choice: a strategy for each block, a storage mode for its parameters.
 
     Attributes:
-        estimate_ms: estimated time; ignored by comparison.
+        estimate_ms: estimated time, 0 if not estimated; ignored by comparison.
         remat: True if the segment rematerializes its forward pass.
-        kernels: (kind, kernel) pairs in place of the segment's ops; () if none.
+        kernels: pairs such as ("attention", "cudnn"), for some of its ops; () if none.
     """
 
     strategies: tuple[Strategy, ...]
@@ -74,7 +74,7 @@ class SegmentChoice:
 
 
 def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> SegmentChoice:
-    """A segment's part of a program's `choice`, with its commonest storage mode."""
+    """A segment's part of `choice`; of several storage modes there, the commonest."""
     segment = analysis.segments[index]
     modes = [choice.storage[g] for g in segment.groups]
     storage = max(dict.fromkeys(modes), key=modes.count) if modes else Storage.USED
@@ -85,7 +85,7 @@ def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> Segment
 
 
 def layout_of(analysis: Analysis, candidates: Mapping[int, SegmentChoice]) -> Layout:
-    """Makes the layout (all shardings) of some segments from {index: its choice}.
+    """Makes the layout (the shardings) of some segments from {index: its choice}.
 
     If one segment is given, adjacent segments of its kind get its strategies, too:
     values between them are then sharded as the neighbours read them.
@@ -117,9 +117,9 @@ class SegmentBytes:
     """Memory that a segment keeps on each device, without temporaries.
 
     Attributes:
-        state_bytes: state arguments, sums over an opened loop, and `new_bytes`.
-        new_bytes: results that renew state without reusing a donated argument.
-        residual_bytes: values kept from the forward pass for the backward pass.
+        state_bytes: state on the device, arrays of an opened loop, and `new_bytes`.
+        new_bytes: results that renew or repeat state in memory of their own.
+        residual_bytes: other values kept from forward for the backward pass.
     """
 
     state_bytes: int
@@ -134,12 +134,12 @@ class Costs:
 
     Args:
         may_rematerialize: True if segments may rematerialize their forward pass.
-        measured: True if segments' times are measured; a measured segment includes the
-            all-reduce of its results. False leaves sums pending for the next reader.
+        measured: True if segments' times are measured, with reductions of results.
+            If False, resharding to the next reader may include the reductions.
 
     Attributes:
-        fixed_bytes: arguments that are no state, and new results that renew none.
-        fixed_ms: estimated time of `shard_map` regions; 0 if `measured`.
+        fixed_bytes: non-state arguments, and non-state results with own memory.
+        fixed_ms: time of `shard_map` regions, collectives left out; 0 if `measured`.
     """
 
     def __init__(
@@ -187,8 +187,8 @@ class Costs:
     def step_ms(self, kind: int, candidate: SegmentChoice, once_ms: float) -> float:
         """Time of a segment in a whole step, ms, from its time for one execution.
 
-        In an opened loop a segment runs `repeat` times, and its parameters are updated
-        once, after the loop: the update's estimated time is not repeated.
+        In an opened loop a segment runs `repeat` times. Updates of its parameters after
+        the loop run once: their estimated time is not repeated.
         """
         repeat = self._kinds[kind].repeat
         if repeat == 1:
@@ -201,7 +201,7 @@ class Costs:
         return repeat * (once_ms - update_ms) + update_ms
 
     def temp_bytes(self, kind: int, candidate: SegmentChoice) -> int:
-        """Estimates a segment's peak bytes of temporary memory, without residuals."""
+        """Estimates peak temporary bytes without residuals; `remat` is ignored."""
         ops, layout = self._kinds[kind].ops, self._layout(kind, candidate)
         program, sizes = layout.frame.program, dict(layout.frame.mesh)
         kernels, shares = proposals(layout, ops, candidate.kernels), dict[int, float]()
@@ -224,14 +224,14 @@ class Costs:
         return max(0, needed - self.least_bytes(kind, candidate.plain).residual_bytes)
 
     def host_ms(self, kind: int, candidate: SegmentChoice) -> float:
-        """Estimates ms to move a segment's state in host memory to devices and back."""
+        """Ms to move a segment's state from host memory, and back if it returns."""
         segment, layout = self._kinds[kind], self._layout(kind, candidate)
         groups = (layout.frame.groups[index] for index in segment.groups)
         moved = host_bytes(layout, chain.from_iterable(g.args for g in groups))[1]
         return moved / HOST_BYTES_PER_MS
 
     def saved_by_kernel_ms(self, kind: int, candidate: SegmentChoice) -> float:
-        """Estimated time that kernels save over plain ops, ms; negative if slower."""
+        """Estimates ms that kernels save over ops as written; negative if slower."""
         program, ops = self.analysis.frame.program, self._kinds[kind].ops
         if not candidate.kernels:
             return 0.0
@@ -250,10 +250,10 @@ class Costs:
         return saved
 
     def least_peak_bytes(self, choice: Choice) -> int:
-        """Lower bound of a program's bytes, whatever else the compiler rematerializes.
+        """Estimates the least bytes of a program, whatever else is rematerialized.
 
-        XLA's own rematerialization keeps at least a share of a segment's residuals
-        during its backward pass. Memory of new results may hold residuals until then.
+        Segments before the peak count as rematerialized if they can be. XLA's own
+        rematerialization keeps a share of residuals. New results' memory may hold some.
         """
         held, results = self.fixed_bytes, self._new_fixed_bytes
         kept = peak = 0
@@ -330,7 +330,7 @@ class Costs:
         return made, reads
 
     def _made(self, side: _Side, v: int) -> tuple[Spec | None, tuple[str, ...]]:
-        """Returns (sharding, unreduced axes) of a value that a segment hands on."""
+        """A value's (sharding, unreduced axes) as handed on; no axes if measured."""
         layout, program = side[0], self.analysis.frame.program
         op = program.maker(v)
         if self._measured or op is None or op.id not in layout.axes:
@@ -340,7 +340,7 @@ class Costs:
         return layout.natural_spec(op, op.results.index(v)), partial
 
     def _reads(self, side: _Side, v: int) -> tuple[Spec, ...]:
-        """Shardings in which a segment reads a value; at most one if measured."""
+        """Shardings of a segment's reads; at most one if measured or of an argument."""
         is_all = not self._measured and self.analysis.frame.program.maker(v) is not None
         if is_all and (own := self._own_reads(side, v)):
             return own
@@ -360,7 +360,7 @@ _Side = tuple[Layout, range]
 
 
 def _wanted(reader: Layout, value: int) -> Spec | None:
-    """Sharding in which a segment or update first reads a value; None if none does."""
+    """Sharding of a segment's first read of a value, else of an update's; or None."""
     spec = reader.read_spec(value)
     if spec is None:
         for user, index in sorted(reader.frame.program.users[value]):
@@ -370,7 +370,7 @@ def _wanted(reader: Layout, value: int) -> Spec | None:
 
 
 def _views(maker: Layout, reader: Layout, value: int) -> list[int]:
-    """Ids of ops that cast or transpose a parameter before its gather, if gathered."""
+    """Ids of `reader`'s casts and views of a parameter if `maker` gathers it; or []."""
     frame = maker.frame
     group = frame.group_of_arg.get(frame.program.args.index(value))
     if group is None or maker.spec(value) == maker.read_spec(value):
@@ -381,19 +381,19 @@ def _views(maker: Layout, reader: Layout, value: int) -> list[int]:
 
 @dataclass(frozen=True)
 class SegmentEstimate:
-    """Estimated times of one segment, for every strategy of every block.
+    """Estimated times of one segment, for every allowed strategy of every block.
 
     A twin is an equal segment that follows directly.
 
     Attributes:
-        strategies: ``[block]`` strategies that differ in some op's sharding.
+        strategies: ``[block]`` allowed strategies that differ in some op's sharding.
         node_ms: a block's own time, ``[storage mode][block][strategy]``.
         edge_ms: resharding between two blocks and to their twins, by their positions in
             the segment; ``[strategy][strategy]``. A block's pair with itself is for its
-            twin alone.
+            twin alone. Pairs that exchange no values have no entry.
         own_edge_ms: the same without the twin.
         numbers: ``[block]`` {strategy: index in ``strategies`` of its sharding}.
-        modes: usual storage modes, without those that equal another here.
+        modes: usual storage modes that differ here; `node_ms` may lack some.
     """
 
     segment: Segment
@@ -405,7 +405,7 @@ class SegmentEstimate:
     modes: tuple[Storage, ...]
 
     def total_ms(self, candidate: SegmentChoice) -> float:
-        """Estimated time of a choice, in ms per step, with resharding to the twin."""
+        """Ms per step of a choice, with `edge_ms`; kernels and `remat` do not count."""
         pairs = zip(self.numbers, candidate.strategies, strict=True)
         picks = [numbers[strategy] for numbers, strategy in pairs]
         nodes = zip(self.node_ms[candidate.storage], picks, strict=True)
@@ -422,7 +422,7 @@ def estimate_segment(
     among: Sequence[Set[Strategy]] | None = None,
     modes: Set[Storage] = frozenset(Storage),
 ) -> SegmentEstimate:
-    """Estimates a segment's times for every strategy and storage mode.
+    """Estimates a segment's times for every allowed strategy and storage mode.
 
     Args:
         twin: the next segment, if it is of the same kind; resharding between the two is
@@ -486,7 +486,7 @@ def estimate_segment(
 def _numbered(
     terms: Terms, block: int, among: Set[Strategy] | None
 ) -> tuple[tuple[Strategy, ...], dict[Strategy, int]]:
-    """Returns a strategy of each distinct sharding, and {strategy: its place there}."""
+    """Returns one strategy of each sharding, and {strategy: its sharding's place}."""
     frame, firsts, numbers = terms.frame, dict[Hashable, Strategy](), {}
     for strategy in block_strategies(frame.program, frame.blocks[block], frame.mesh):
         if among is not None and strategy not in among:
@@ -507,7 +507,7 @@ def _blocks(
 
 
 def _inside_ms(terms: Terms, block: BlockTerms) -> float:
-    """Estimates ms to reshard values within a block, and non-state arguments for it."""
+    """Estimates ms to reshard values and non-state arguments between ops of a block."""
     stored = {
         v: (next(filter(any, specs), specs[0]), ())
         for v, specs in block.reads.items()
@@ -522,7 +522,7 @@ def _inside_ms(terms: Terms, block: BlockTerms) -> float:
 def _pair_ms(
     terms: Terms, left: Sequence[BlockTerms], right: Sequence[BlockTerms]
 ) -> np.ndarray | None:
-    """Resharding ms between two blocks, ``[strategy][strategy]``; None if no values."""
+    """Ms to reshard both ways, ``[left's strategy][right's]``; None without values."""
     ahead, back = _crossing(left, right), _crossing(right, left)
     if not ahead and not back:
         return None
@@ -554,5 +554,4 @@ def _one_way(
 
 
 def _crossing(makers: Sequence[BlockTerms], readers: Sequence[BlockTerms]) -> list[int]:
-    """Ids of values that one block makes and another reads; all strategies agree."""
     return [v for v in makers[0].makes if v in readers[0].reads]

@@ -1,13 +1,13 @@
 """Clusters described by text or TOML files, for planning without their devices.
 
 A cluster has hosts with equally many devices of one kind. Devices of a host communicate
-over its links, hosts over the network. A mesh takes devices host by host, so that its
+over its links, hosts over the network. A mesh takes devices host by host, so that small
 last axes stay within a host. In a slice of TPUs, axes lie along the dims of a grid.
 
-The files in `cfp/cost/kinds` describe kinds of devices, with a source for every
-number. A specified rate is a peak, and GPUs reach a share of it. That share was
-measured on one kind (H200), and is assumed for other GPUs. No TPU was measured: their
-specified rates count in full.
+The files in `cfp/cost/kinds` describe kinds of devices, with sources for their rates
+and memory. A specified rate is a peak, and GPUs reach a share of it. That share was
+measured on one kind (H200), and is assumed for GPUs without measured rates. No TPU was
+measured: their specified rates count in full.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Cluster:
     """Hosts with equally many devices of one kind, or a slice of TPUs.
 
     Attributes:
-        text: the description, such as "2x8xh100", or a file's name.
+        text: the description, such as "2x8xh100" or "v5e:4x4", or a file's name.
         per_host: devices of a host; a slice counts as one host.
-        torus: sizes of a slice's dims; empty for GPUs.
+        torus: sizes of a slice's dims; empty for GPUs and files.
     """
 
     text: str
@@ -82,7 +82,7 @@ class Cluster:
         return closed if len(closed) < 3 else (all(closed),) * len(closed)
 
     def has(self, axes: Axes) -> bool:
-        """True if `jax.make_mesh` accepts the axes on a slice; always True of GPUs."""
+        """True if `jax.make_mesh` accepts axes of all devices; always True of GPUs."""
         return not self.torus or self.places(axes) is not None
 
     def places(self, axes: Axes) -> np.ndarray | None:
@@ -95,7 +95,7 @@ class DescribedMesh:
     """A mesh of a described cluster, for planning.
 
     Attributes:
-        axes: names and sizes; devices along the last axes are neighbours.
+        axes: names and sizes; GPUs are taken host by host, along the last axis first.
     """
 
     cluster: Cluster
@@ -117,13 +117,13 @@ class DescribedMesh:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of a device's memory that programs may use."""
+        """Bytes of a device's memory that JAX lets programs use by default."""
         share = 1.0 if self.cluster.torus else TAKEN_SHARE
         return int(share * self.cluster.kind.memory_bytes)
 
     @property
     def crossing(self) -> tuple[str, ...]:
-        """Axes whose groups of devices span several hosts; empty for TPU slices."""
+        """Axes whose first group of devices spans hosts; empty for TPU slices."""
         return tuple(n for n, s in self.axes if s > 1 and self._within((n,)) < s)
 
     @property
@@ -135,7 +135,7 @@ class DescribedMesh:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Facts about the devices by name, for the keys of profile records."""
+        """Facts about the devices and JAX by name, as plans record them."""
         known, of = self.cluster.kind, "x".join(map(str, self.cluster.torus))
         return {
             "described": self.cluster.text,
@@ -172,7 +172,7 @@ class DescribedMesh:
         )
 
     def _within(self, group: Iterable[str]) -> int:
-        """Most devices in one host, of a group of devices along the axes `group`."""
+        """Most devices in one host, of the first group along the axes `group`."""
         places = np.arange(self.cluster.count).reshape([s for _, s in self.axes])
         hosts = places[self._group(group)].ravel() // self.cluster.per_host
         return int(np.bincount(hosts).max())
@@ -208,10 +208,10 @@ class DescribedMesh:
         return tuple((b, max(ms, floor + b * share) + waits) for b, ms in inside)
 
     def _torus_curve(self, what: str, group: tuple[str, ...]) -> Curve:
-        """Curve of a collective on a torus, using all links in both directions.
+        """Curve of a collective along the axes `group` of a torus.
 
-        A device has two links along a ring, and one at the end of a line. An all-to-all
-        is bounded by the links between the halves of the slice.
+        In each dim, a device has two links if the group fills a ring, else one. An
+        all-to-all is bounded by the links between the halves of the group.
         """
         cluster, link = self.cluster, self.cluster.kind.link_gb_per_s
         places = cluster.places(self.axes)
@@ -272,18 +272,18 @@ def described(text: str, **axes: int) -> DescribedMesh:
     Args:
         text: ``4xh200``, ``2x8xh100`` (hosts x devices per host x kind), ``v5e:4x4`` or
             ``v5e-16`` (a slice of TPUs), or a file: ``cluster.toml``.
-        axes: sizes of the mesh's axes, such as ``x=2, y=8``; by default (hosts, devices
-            per host), or a single axis for one host or a slice.
+        axes: sizes of the mesh's axes, such as ``x=2, y=8``. By default x counts hosts
+            and y devices of each; x counts all devices of one host or a slice.
 
     Raises:
-        CfpError: the description is incomplete or unknown, or the axes do not multiply
-            to the number of devices.
+        CfpError: the description is incomplete or unknown, a host has too many devices,
+            or the axes do not fit the devices or the slice.
     """
     return mesh_of(cluster_of(text), tuple(axes.items()) or None)
 
 
 def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
-    """Makes a mesh of a cluster's devices; None for the axes that `described` takes.
+    """Makes a mesh of a cluster's devices; if `axes` is None, by `described`'s default.
 
     Raises:
         CfpError: the axes do not fit the devices or the slice, or the network between
@@ -428,7 +428,7 @@ class DeviceKind(_Table):
     Attributes:
         device_kind: JAX's name, `jax.Device.device_kind`.
         devices_per_host: of a cluster; for a kind, the most that a host holds.
-        measured: measured rates by field name, beside the specified ones.
+        measured: rates by field name, of basis "measured", in place of the specified.
         link_gb_per_s: rate of a GPU's links, or of one link of a TPU, in one direction.
         link_latency_us: TPU: time from a device to its neighbour.
         torus_dims: TPU: number of dims of a slice; 0 for GPUs.
@@ -508,10 +508,10 @@ _FOLDER = resources.files("cfp.cost").joinpath("kinds")
 
 
 def read(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
-    """Makes a kind of device from a parsed TOML file; `name` is its default name.
+    """Makes a kind of device from a parsed TOML file; `where` names it in errors.
 
-    A key `kind` starts from a shipped kind; other keys replace the kind's specified and
-    measured numbers. `where` is the file's name, for errors.
+    A key `kind` starts from a shipped kind. Other keys replace its numbers, measured or
+    not; a link rate drops its curves. Without `kind`, `name` is the default name.
 
     Raises:
         CfpError: a name is unknown, or a value is missing or not allowed.
@@ -574,7 +574,7 @@ def kind_of(device_kind: str) -> DeviceKind | None:
 
 
 def description_of(mesh: Mesh, rates: Rates) -> str:
-    """Writes a TOML description of a host's devices from their measured rates.
+    """Returns a TOML description of a host's devices, with their measured rates.
 
     Args:
         mesh: devices of one host, on one axis.

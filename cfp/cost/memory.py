@@ -2,16 +2,16 @@
 
 The estimates model XLA's fusion. Elementwise work is fused into its reader. Arguments,
 and results and operands of heavy ops (such as products), are in memory. Residuals, kept
-for the backward pass, are fewer than the values that it reads: fused work runs again.
+for the backward pass, may be fewer than the values it reads: fused work runs again.
 
-One more case has memory: a sum over elementwise work that combines tensors with
-different dim orders, as in the backward pass of a softmax. A fusion transposes one
-tensor and cannot sum as well. So the summed tensor is in memory, in the sum's type.
+Elementwise work has memory, too, if it combines tensors with different dim orders and
+a reduction reads it, as in the backward pass of a softmax: a fusion that transposes one
+tensor cannot reduce as well.
 
 A kernel without products reads tensors in memory and writes one. So a softmax moves its
-scores three times: one kernel reads them for the row's maximum; another reads them,
-sums the exponentials and writes the weights. The backward pass reads scores and the
-weights' gradient, and writes the scores' gradient.
+scores three times each way. Forward, one kernel reads them for the row's maximum;
+another reads them, sums the exponentials and writes the weights. The backward pass
+reads scores and the weights' gradient, and writes the scores' gradient.
 
 A value with several reading kernels is written to memory if that moves fewer bytes than
 computing it in each.
@@ -39,13 +39,13 @@ _MOVING = frozenset({"convert", "reshape", "transpose"})
 
 @searched_once
 def turning_point(frame: Frame) -> int:
-    """Id of the backward pass's first op; the number of ops if there is none."""
+    """Id of the first contraction of the backward pass; if none, the number of ops."""
     derived = [m.op for b in frame.blocks for m in b.members if m.derived]
     return min(derived, default=len(frame.program.ops))
 
 
 def can_rematerialize(frame: Frame, segment: Segment) -> bool:
-    """True if a segment keeps residuals that it could rematerialize instead."""
+    """True if backward ops of a segment read values that it could rematerialize."""
     return (
         rematerializable(frame.program, segment.ops, turning_point(frame)) is not None
     )
@@ -68,7 +68,7 @@ def residuals(frame: Frame, ops: tuple[int, ...], remat: bool = False) -> Set[in
     """Ids of values that `ops` keep for the backward pass; some are of earlier ops.
 
     Args:
-        remat: True keeps only values that other ops read and that are not cheap.
+        remat: True keeps values that other ops read, but none made cheaply of the rest.
     """
     program, turn = frame.program, turning_point(frame)
     mine = {op for op in ops if op < turn and op not in program.leaf_ops}
@@ -114,7 +114,7 @@ def _feeds_heavy(program: Program, v: int, first: int) -> bool:
 def results_beside(frame: Frame) -> list[tuple[int, int | None]]:
     """Results that need device memory of their own: they reuse no donated argument's.
 
-    Among them are copies: unchanged arguments, and results returned twice.
+    Among them are copies: of undonated arguments, and of results returned twice.
 
     Returns:
         (index of the result, index of the argument that it equals or renews, or None).
@@ -168,7 +168,7 @@ def host_bytes(layout: Layout, positions: Iterable[int]) -> tuple[int, int]:
 
 
 def fixed_bytes(analysis: Analysis) -> tuple[int, int]:
-    """Returns non-state bytes per device, data parallel: (arguments, new results)."""
+    """Data-parallel bytes per device, without state: (arguments, `results_beside`)."""
     frame, state = analysis.frame, analysis.frame.group_of_arg
     layout = lay_out(frame, data_parallel(frame))
     given = (p for p in range(len(frame.program.args)) if p not in state)
@@ -177,7 +177,7 @@ def fixed_bytes(analysis: Analysis) -> tuple[int, int]:
 
 
 def result_bytes(layout: Layout, places: Iterable[int] | None = None) -> int:
-    """Bytes per device of results, by index; by default of all in `results_beside`."""
+    """Bytes per device of the results numbered `places`; default: `results_beside`."""
     outputs = layout.frame.program.outputs
     places = dict(results_beside(layout.frame)) if places is None else places
     return sum(value_bytes(layout, outputs[p], layout.output_spec(p)) for p in places)
@@ -193,7 +193,7 @@ def argument_bytes(layout: Layout, position: int) -> int:
 
 
 def accumulated_bytes(layout: Layout, segment: Segment) -> int:
-    """Bytes per device of arrays that a segment sums up or stacks in an opened loop."""
+    """Bytes per device of opened loops' array results that a segment makes."""
     program, inside = layout.frame.program, set(segment.ops)
     return sum(
         value_bytes(layout, result, layout.spec(result))
@@ -238,9 +238,9 @@ def steps_of(
     held: Set[int],
     spans: Sequence[tuple[int, int]] = (),
 ) -> list[Step]:
-    """Lists tensors made and released by a segment or a loop's body, in program order.
+    """Lists tensors in memory that `ops` of a segment or loop make and free, in order.
 
-    A loop's results are in memory before its body runs.
+    The last reader in `ops` frees a tensor. A loop's results precede its body's.
 
     Args:
         held: tensors kept for the backward pass: in memory even if fused.
@@ -306,7 +306,7 @@ _LOST: Order = (-1,)
 def uses_through(
     program: Program, v: int, goes_on: Callable[[Op, int], bool]
 ) -> Iterator[tuple[Op, int]]:
-    """Yields a value's uses as (op, operand number), and uses of results made from it.
+    """Yields uses of a value, and of results made of it, as (op, place in its `reads`).
 
     Args:
         goes_on: function (op, result); True if the result's uses count, too.
@@ -322,13 +322,13 @@ def uses_through(
 
 
 def is_in_memory(program: Program, v: int) -> bool:
-    """True if a tensor has memory of its own, so is not fused into its readers."""
+    """True if a result has temporary memory: not if fused, a view or only returned."""
     return _is_written(program, v) or v in _find_shared(program)
 
 
 @searched_once
 def _find_shared(program: Program) -> frozenset[int]:
-    """Ids of results of fusible ops in memory, such as those of several readers."""
+    """Ids of fusible ops' results that are in memory, as some with several readers."""
     kernels = (program.ops[op] for op in _find_kernels(program))
     shared = (v for op in kernels if op.kind in FUSED for v in op.results)
     return frozenset(shared) - _kept(program)
@@ -360,7 +360,7 @@ def _is_view(program: Program, op: Op) -> bool:
 
 @searched_once
 def summed_in_two_orders(program: Program) -> frozenset[int]:
-    """Ids of elementwise inputs of sums that need memory: two dim orders meet there."""
+    """Ids of values in memory since two dim orders meet there, before some reduce."""
     orders: dict[int, frozenset[Order]] = {}
     found = set()
     for op in program.ops:
@@ -438,9 +438,9 @@ Reads = dict[int, float]
 
 @searched_once
 def moved_bytes(program: Program) -> Mapping[int, float]:
-    """Bytes that each kernel reads and writes, of whole tensors, by its last op's id.
+    """Bytes that each kernel moves in one run, of whole tensors, by its last op's id.
 
-    A product is a kernel, too. A row sum that another kernel contains has 0.0.
+    Products are kernels, too. A row sum in another one has 0.0. Bit shifts add bytes.
     """
     kernels = _find_kernels(program)
     within = _sums_within_others(program, kernels)
@@ -503,7 +503,7 @@ def _read(
 
 
 def _handed_in(program: Program, v: int) -> int:
-    """Id of the value outside loops that `v` is, if loops only pass it on; else `v`."""
+    """Id of the outermost value that loops pass on unchanged as `v`, or `v` itself."""
     while (origin := program.values[v].origin) >= 0 and any(
         v in program.ops[op].entered(place - len(program.ops[op].operands))
         for op, place in program.users[v]
@@ -527,7 +527,7 @@ def _written(program: Program, op_id: int) -> float:
 
 
 def _sums_within_others(program: Program, kernels: Mapping[int, Reads]) -> set[int]:
-    """Ids of ops that sum rows, and that XLA fuses into other readers of the rows."""
+    """Ids of row reductions that XLA fuses into readers, which read the rows, too."""
     readers: dict[int, list[int]] = defaultdict(list)
     rows: dict[int, set[int]] = {}
     for op_id, reads in kernels.items():

@@ -260,9 +260,9 @@ def resolve_pins(
 ) -> dict[int, Spec]:
     """Turns pins {pattern: sharding} into {argument position: sharding}.
 
-    A pattern is an argument's path, a path's end after a ``/``, or a glob of either:
-    ``state/params/*/kernel``. NNX's ``/value`` at the end may be left out. A whole path
-    matches that argument alone. The last match wins. A string is the first dim's axis.
+    A pattern is an argument's path, a path's end after a ``/``, or a glob of either. In
+    ``params/*/kernel``, ``*`` matches ``/``, too. NNX's final ``/value`` is optional. A
+    whole path matches that argument only. The last match wins. A string shards dim 0.
 
     Raises:
         CfpError: a pattern matches no argument, or its sharding does not fit one.

@@ -317,7 +317,7 @@ def weight_place(flow: Flow, op: Op, parameters: Set[int]) -> int:
 
 
 def _origin(flow: Flow, value: int) -> int:
-    """Returns the value behind views, slices, casts, scalings, loops, first cases."""
+    """Follows a value upstream through views, slices, casts, scaling, loops, cases."""
     while True:
         if sources := flow.sources(value):
             value = sources[0]

@@ -169,7 +169,7 @@ def data_parallel(frame: Frame) -> Choice:
 
 @searched_once
 def propagated(frame: Frame) -> Mapping[str, Choice]:
-    """Returns {name: choice} that Shardy propagates, distinct; {} without state."""
+    """Returns {name: choice} Shardy propagates, equal ones once; {} without state."""
     if not frame.groups:
         return {}
     program = frame.program

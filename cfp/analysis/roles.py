@@ -142,7 +142,7 @@ def _settled(frame: Frame, role: str, size: int, marks: Mapping[int, Ranks]) -> 
 
 
 def _has_experts(frame: Frame) -> bool:
-    """True if a block multiplies by a weight with a matrix for each expert."""
+    """True if a block multiplies by a weight with a batch dim, such as experts."""
     weight, ops = made_of_parameters(frame), frame.program.ops
     anchors = [ops[block.anchor] for block in frame.blocks]
     rules = [op.rule for op in anchors if any(weight[v] for v in op.operands)]

@@ -23,7 +23,7 @@ class Segment:
 
     Attributes:
         start, end: block indices, ``end`` not included.
-        kind: equal for segments of equal structure; kinds count from 0.
+        kind: equal for segments with equal contractions; kinds count from 0.
         ops: ids of its top-level ops, with the updates of its parameters.
         groups: indices of the storage groups that it uses, and no earlier segment.
         repeat: runs in one step, if an opened loop holds it; else 1. Updates of its
@@ -90,7 +90,7 @@ def open_loops(frame: Frame) -> Frame:
     """Returns the frame with loops opened whose bodies consist of several segments.
 
     Ops of an opened loop count as top-level. A loop over microbatches, with both passes
-    of all layers, is opened. A scan over layers is not: its loops have one pass each.
+    of all layers, is opened. In training, loops over layers are not: each has one pass.
     """
     count = len(find_segments(frame))
     tried: set[int] = set()
@@ -158,7 +158,7 @@ def _fingerprints(frame: Frame, units: list[list[int]]) -> list[Hashable]:
 
 
 def block_fingerprint(program: Program, block: Block) -> Hashable:
-    """Returns a key that is equal for blocks with equal contractions."""
+    """Returns a key of a block's contractions: kinds, types, rules, repeats."""
     parts = []
     for member in block.members:
         op = program.ops[member.op]

@@ -169,7 +169,7 @@ def op_strategies(frame: Frame, block: Block, member: Member) -> list[Strategy]:
 
 
 def plan_numbers(frame: Frame, block: Block, member: Member) -> list[int]:
-    """Returns by block strategy the member's, or no split's, in `op_strategies`."""
+    """Returns indices in `op_strategies` by block strategy; no split's if none fits."""
     strategies = block_strategies(frame.program, block, frame.mesh)
     if not member.derived:
         return list(range(len(strategies)))

@@ -252,8 +252,8 @@ class Costs:
     def least_peak_bytes(self, choice: Choice) -> int:
         """Estimates the least bytes of a program, whatever else is rematerialized.
 
-        Segments before the peak count as rematerialized if they can be. XLA's own
-        rematerialization keeps a share of residuals. New results' memory may hold some.
+        Segments before the peak count as rematerialized if they can. XLA itself keeps
+        at least a share of residuals. Memory of new results may hold some of these.
         """
         held, results = self.fixed_bytes, self._new_fixed_bytes
         kept = peak = 0

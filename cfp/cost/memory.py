@@ -328,7 +328,7 @@ def is_in_memory(program: Program, v: int) -> bool:
 
 @searched_once
 def _find_shared(program: Program) -> frozenset[int]:
-    """Ids of fusible ops' results that are in memory, as some with several readers."""
+    """Ids of results in memory though their ops could be fused, as for many readers."""
     kernels = (program.ops[op] for op in _find_kernels(program))
     shared = (v for op in kernels if op.kind in FUSED for v in op.results)
     return frozenset(shared) - _kept(program)

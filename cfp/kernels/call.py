@@ -123,7 +123,7 @@ def attention(
       segment_ids: [batch, tokens] int32: a query sees only keys of its own id. A pair
         has the ids of queries and of keys.
       key_lengths: [batch] int32: number of keys of each sequence, at least one; the
-        others are padding. Segment ids would be ignored beside it.
+        others are padding. Not together with segment ids.
       bias: [1 or batch, 1 or heads, queries, keys] floats, added after the soft cap.
         cuDNN needs the dtype of q; "chunked" and sharded keys take none.
       softcap: scores become softcap * tanh(scores / softcap).

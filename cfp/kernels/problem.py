@@ -253,6 +253,15 @@ def problem_of(
                 f"[batch, tokens] = [{batch}, {tokens}], or "
                 "segment_ids=(ids_of_queries, ids_of_keys)."
             )
+    if key_lengths is not None and query_ids is not None:
+        raise CfpError(
+            "Key lengths came with segment ids. Give padding a segment id of its own."
+        )
+    if bias is not None and not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise CfpError(
+            f"The bias is of {bias.dtype}. Pass floats that are added to the scores, "
+            "such as jnp.where(mask, 0.0, -1e9)."
+        )
     if bias is not None and not _broadcasts(bias.shape, (batch, heads, queries, keys)):
         raise CfpError(
             f"The bias of shape {list(bias.shape)} does not fit the scores. Pass "

@@ -248,6 +248,9 @@ def test_two_axes_have_each_pair_of_roles():
     assert twice == "there is one axis for ring or gathering, not 2"
 
 
+IDS = jnp.zeros((2, 8), jnp.int32)
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -257,6 +260,8 @@ def test_two_axes_have_each_pair_of_roles():
         ({"strategy": "ring", "implementation": "cudnn"}, "platform cpu"),
         ({"strategy": "ring", "bias": jnp.zeros((1, 1, 8, 8))}, "a column for each"),
         ({"bias": jnp.zeros((8, 8))}, "does not fit the scores"),
+        ({"bias": jnp.ones((1, 1, 8, 8), bool)}, "The bias is of bool"),
+        ({"key_lengths": jnp.ones(2, int), "segment_ids": IDS}, "Key lengths came"),
         ({"segment_ids": jnp.zeros((1, 3), jnp.int32)}, "Segment ids .* do not fit"),
         ({"strategy": "batch"}, "2 sequences do not divide into 4 parts"),
         ({"strategy": "ring", "zigzag_tokens": True}, "need a strategy with"),

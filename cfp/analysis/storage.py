@@ -1,8 +1,8 @@
 """State: the arguments that a step updates, and the ops that update them.
 
-A *storage group* is a parameter with its optimizer state and the elementwise ops that
-compute their new values. A group can be stored and updated in shards independently of
-the blocks that use the parameter (ZeRO, arXiv 1910.02054).
+A *storage group* is usually a parameter with its optimizer state, and the ops that
+compute their new values: elementwise ones, and norms. A group can be stored and updated
+in shards independently of the blocks that use the parameter (ZeRO, arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ USUAL_STORAGE = (Storage.USED, Storage.OPTIMIZER, Storage.SHARDED, Storage.INNER
 
 @dataclass(frozen=True, slots=True)
 class StorageGroup:
-    """Arguments that are stored alike: a parameter and its optimizer state.
+    """Arguments that are stored alike, such as a parameter and its optimizer state.
 
     Attributes:
         args: argument positions, the parameter first: an argument that ops outside of
             the update read, if any.
         ops: ids of the top-level update ops.
-        gradients: ids of values that enter the update from the rest of the program.
+        gradients: ids of values that enter the update, no scalars and no constants.
         shape: shape of the parameter.
         inner_ops: ids of update ops in loops and branches, such as sums of gradients.
-        reads: ids of ops between the parameter and the blocks: casts, and slices in a
-            loop.
-        whole_dims: dims of the parameter that a loop slices, which are not sharded.
+        reads: ids of ops between the parameter and the blocks: casts, transposes,
+            reshapes, slices in a loop, and roundings to a lower `Plan.precision`.
+        whole_dims: dims that a loop slices or writes in slices; not sharded further.
         read_args: the part of ``args`` that ops outside of the update read.
         has_update: True if the update has a value that may be sharded further than the
             parameter. False for a decoding cache, and for weights returned unchanged.
@@ -79,7 +79,7 @@ class StorageGroup:
 def find_storage(
     flow: Flow, paired: tuple[int | None, ...]
 ) -> tuple[StorageGroup, ...]:
-    """Returns a program's storage groups; `paired` is the result of `pair_outputs`."""
+    """Returns a program's storage groups, without scalars; `paired`: `pair_outputs`."""
     return _Finder(flow, paired).run()
 
 
@@ -100,7 +100,7 @@ class _Finder:
         self.members: set[int] = set()
 
     def _find_leads(self, outputs: Set[int]) -> None:
-        """Finds ops and values that reach products other than through new state."""
+        """Finds ops and values that reach a product by a path without new state."""
         program, flow = self.program, self.flow
         targets = {
             op.id for op in program.ops if op.kind in _LOOKUPS or is_contraction(op)
@@ -112,10 +112,7 @@ class _Finder:
         self.leads_before, _ = first_downstream(flow, targets, outputs | ends - carried)
 
     def _is_handed_on(self, output: int) -> bool:
-        """True for a value of new state, made without a gradient, that products read.
-
-        For example the state of a linear attention, which is no parameter.
-        """
+        """True for new state that reaches a product and is made without a gradient."""
         program = self.program
         new = (v for op in self.flow.makers(output) for v in op.results)
         is_read = any(
@@ -141,7 +138,7 @@ class _Finder:
         return self.program.shape(self.program.args[position])
 
     def _leads_on(self, user: Op, index: int) -> bool:
-        """True if the operand of `user` at `index` reaches a product."""
+        """True if the operand of `user` at `index` reaches a product through `user`."""
         if not passes(user):
             return self.leads[user.id] != NEVER
         inside = self.flow.becomes(user.id, index) if index < len(user.operands) else ()
@@ -187,7 +184,8 @@ class _Finder:
     def _updates(self, op: Op, shape: tuple[int, ...]) -> bool:
         """True if an op may be part of an update: elementwise on tensors of `shape`.
 
-        Dims of size 1 do not count. Writes of slices into a stack count as elementwise.
+        Its result reaches no product. Dims of size 1 do not count. Casts, transposes,
+        and a loop's writes of slices into its stack count as elementwise.
         """
         program = self.program
         if op.rule is None or op.rule.reduction or len(op.results) != 1:
@@ -211,12 +209,11 @@ class _Finder:
         )
 
     def _leads(self, op: Op) -> bool:
-        """True if an op's result reaches a product, other than through new state."""
+        """True if an op is a product, or reaches one other than through new state."""
         leads = self.leads if op.parent >= 0 else self.leads_before
         return leads[op.id] != NEVER
 
     def _stacks(self, op: Op) -> bool:
-        """True if an op writes one iteration's result into the loop's carried stack."""
         place = self.flow.entry_place.get(op.operands[0])
         if place is None:
             return False
@@ -275,7 +272,6 @@ class _Finder:
         return frozenset(found)
 
     def _entering(self, positions: list[int], inside: set[int]) -> list[int]:
-        """Returns values that update ops read from outside the group."""
         program = self.program
         values = {program.args[p] for p in positions}
         entering: dict[int, None] = {}
@@ -300,7 +296,7 @@ class _Finder:
         entering: list[int],
         shape: tuple[int, ...],
     ) -> set[int]:
-        """Returns ops that reduce gradients or state to norms, which work on shards."""
+        """Claims other ops on gradients and state alone, as for norms; returns them."""
         program = self.program
         known = {program.args[p] for p in positions} | set(entering)
         known.update(r for op in inside for r in program.ops[op].results)
@@ -340,7 +336,7 @@ class _Finder:
     def _reads(
         self, value: int, inside: set[int], shape: tuple[int, ...]
     ) -> tuple[tuple[int, ...], frozenset[int]]:
-        """Returns ids of a parameter's view ops not `inside`; dims that loops slice."""
+        """Returns `StorageGroup.reads`, and the dims that loops slice."""
         program = self.program
         found: set[int] = set()
         whole: set[int] = set()
@@ -367,7 +363,7 @@ class _Finder:
 
 
 def _carried_dims(op: Op, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """Returns for each dim of a view's result the parameter's dim, or None."""
+    """Returns the parameter's dim, or None, for each dim of a view's result."""
     of_factor = {
         op.known_rule.major(factors): dims[d]
         for d, factors in enumerate(op.known_rule.operands[0])
@@ -381,10 +377,9 @@ def _carried_dims(op: Op, dims: tuple[int | None, ...]) -> tuple[int | None, ...
 
 
 def is_gradient(program: Program, value: int, ends: Set[int] = frozenset()) -> bool:
-    """True if a value comes from an op of a backward pass, through no product.
+    """True if a walk upstream from a value meets an op of a backward pass.
 
-    Args:
-        ends: ids of values that are not followed upstream.
+    Contractions, gathers, scatters, and values of `ends` (not `value`) end the walk.
     """
     stack, seen = [value], {*ends} - {value}
     while stack:
@@ -405,10 +400,10 @@ def is_gradient(program: Program, value: int, ends: Set[int] = frozenset()) -> b
 def pair_outputs(flow: Flow) -> tuple[int | None, ...]:
     """Returns for each argument the index of the output that is its new value, or None.
 
-    Both have equal types, and equal paths below their roots. If the output lies deeper
-    (`checkify` returns state so), or the argument has no path below its root, the
-    output must also be computed from the argument elementwise. Other arguments take the
-    output that donation gives them: JAX matches these by type alone.
+    Both have equal types, and equal paths below their roots; an output may lack a root.
+    If the output lies deeper (`checkify` returns state so), or the argument's path is
+    its root, the output must also update it elementwise (see `_renews`). Other
+    arguments take the output that donation gives them: JAX matches these by type alone.
     """
     program = flow.program
     paired: list[int | None] = [None] * len(program.args)
@@ -438,7 +433,11 @@ def pair_outputs(flow: Flow) -> tuple[int | None, ...]:
 
 
 def _renews(flow: Flow, arg: int, output: int) -> bool:
-    """True if the output with this index is value `arg`, or elementwise made of it."""
+    """True if the output with this index is `arg`, or is made from it elementwise.
+
+    In the second case it is also made from results of ops that are not elementwise,
+    such as a gradient: ``arg + 1`` and the sum of two arguments renew nothing.
+    """
     program = flow.program
     if program.outputs[output] == arg:
         return True
@@ -497,10 +496,11 @@ def extend_spec(
     """Adds a spec's unused axes, each on the first dim that it splits evenly, if any.
 
     Args:
-        whole_dims: dims that are not sharded.
-        without: axes that stay unused.
-        largest: try larger dims first, unless the dims before the largest are as large
-            together and all axes divide the first: then gradients need no transpose.
+        whole_dims: dims that get no more axes.
+        without: axes that are not added.
+        largest: try larger dims first, unless the product of the dims before the
+            largest equals it and all unused axes together divide the first: then
+            gradients need no transpose.
     """
     used = {*without, *(name for names in spec for name in names)}
     dims = [list(names) for names in spec]

@@ -1,7 +1,7 @@
-"""Strategies: for each mesh axis, the factor along which a block is sharded.
+"""Strategies: for each mesh axis, the factor along which a block is sharded, if any.
 
 A block is a contraction, its anchor, with the ops that are sharded like it. A strategy
-gives each mesh axis an *inner* factor of the anchor, along which the block's
+gives each mesh axis at most one *inner* factor of the anchor, along which the block's
 contractions are split. A contracted factor may have an *exit*: the factor of the result
 that the reduction scatters to (none: an all-reduce). A lookup in a table split by
 columns may have an exit, too: it exchanges columns for rows by an all-to-all. A table
@@ -30,7 +30,7 @@ FactorAxes = tuple[tuple[str, ...], ...]  # for each factor the axes that split 
 
 @dataclass(frozen=True, slots=True, order=True)
 class AxisChoice:
-    """An axis's factors of the anchor: `inner` is split, `exit` scattered to; or -1."""
+    """An axis's factors of the anchor: `inner` split, `exit` scattered to; -1: none."""
 
     inner: int = NONE
     exit: int = NONE
@@ -68,7 +68,7 @@ def axis_choices(rule: Rule, axis_size: int) -> list[AxisChoice]:
 
 
 def _looked_up(rule: Rule) -> tuple[set[int], set[int]]:
-    """Returns factors of a lookup's columns and rows; empty sets for other ops."""
+    """Returns factors of a lookup's columns and indices; for other ops empty sets."""
     if len(rule.operands) != 2:
         return set(), set()
     table, indices = ({f for dim in dims for f in dim} for dims in rule.operands)
@@ -107,12 +107,12 @@ def splits_together(rule: Rule, mesh: Mesh, strategy: Sequence[AxisChoice]) -> b
 def _splits_wrongly(rule: Rule, is_gather: bool, strategy: Strategy) -> bool:
     """True for strategies that XLA's partitioner gets wrong, on three axes or more.
 
-    It computes wrong sums, for example of ``bmk,bkn->bmn`` with b sharded over x, k
-    over y and z, and b of the result over x and z.
+    It computes wrong sums, as of ``bmk,bkn->bmn`` with b sharded over x, k over y and
+    z, and b of the result over x and z.
 
-    It does not compile gathers if one axis shards the indices, another the indexed dim,
-    and the sum over that dim scatters to the dim of the indices. It then cuts slices of
-    a third sharded dim too large (jaxlib 0.10.2 and 0.12, in plain jax.jit, too).
+    It does not compile these gathers: the sum scatters to a dim of the indices that
+    another axis shards, and a third axis shards another dim of the table. Slices of the
+    latter dim are cut too large (jaxlib 0.10.2 and 0.12, in plain jax.jit, too).
     """
     tensors = (*rule.operands, *rule.results)
     factors = [{f for dim in dims for f in dim} for dims in tensors]
@@ -179,7 +179,7 @@ class BlockSharding:
         return ways
 
     def _find_behind(self, first: AxisChoice, second: AxisChoice) -> bool:
-        """True if in some dim the second choice's factor follows the first's."""
+        """True if in some dim the second choice's factor is next behind the first's."""
         classes = self._classes_of(1, 1)
         one, other = (self._mark(classes, choice) for choice in (first, second))
         for op_id in self._ops:
@@ -194,7 +194,7 @@ class BlockSharding:
     def _factors_split(
         self, axis: int, choice: AxisChoice, before: int
     ) -> list[tuple[int, ...]]:
-        """Returns for each op the factors that one axis splits."""
+        """Returns each op's factors that an axis splits after `before` pieces."""
         classes = self._classes_of(self.mesh[axis][1], before)
         marked = self._mark(classes, choice)
         return [self._factors_of(op, classes, marked, choice) for op in self._ops]
@@ -254,10 +254,10 @@ def split_axes(rule: Rule, mesh: Mesh, splits: Iterable[Iterable[int]]) -> Facto
 def legal_axes(
     rule: Rule, wanted: list[list[str]], sizes: dict[str, int]
 ) -> FactorAxes:
-    """Removes axes that an op cannot use, and returns the axes of its factors.
+    """Returns each factor's `wanted` axes without those that the op cannot use.
 
-    An axis must divide its factor, also in results, and shard one factor only. Some
-    factors are sharded over all axes together or not at all.
+    Axes must split the factor (see `Rule.splits`), also in results. Fixed factors get
+    none. An axis goes to one factor. Factors in `rule.over_all` get all axes or none.
     """
     used: set[str] = set()
     found: list[tuple[str, ...]] = [()] * len(wanted)
@@ -307,8 +307,8 @@ def reduced_axes(rule: Rule, axes: FactorAxes) -> tuple[str, ...]:
 def describe(op: Op, mesh: Mesh, strategy: Strategy) -> str:
     """Writes a strategy as Alpa does: ``RS = RS x SS @ {1,0} (allreduce @ 1)``.
 
-    S and R stand for sharded and replicated dims of result and operands; the braces
-    hold the mesh axis of each sharded factor, in the order of the operands' dims.
+    S and R are sharded and replicated dims of result and operands. The braces hold the
+    numbers of the mesh axes of each sharded factor, in the order of operands' dims.
     """
     rule = op.known_rule
     number = {name: str(i) for i, (name, _) in enumerate(mesh)}

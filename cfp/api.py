@@ -10,10 +10,10 @@ check     FoundPlan               -> `wrong_kernels`; then plan again without th
 A profile has the time and memory of each segment's candidates, measured or estimated. A
 solution has candidates of the race, whole programs; `preset_solution` makes it for a
 preset by name, without search. `run_passes` runs the passes after *analyze*. Its
-`race_until_fit` searches and races again while no candidate fits in memory, or if the
-winner rematerializes without need. `find_fastest` in :mod:`cfp.variants` analyzes and
-estimates each mesh or variant of the step, calls `run_passes` for the best two, and
-races their plans.
+`race_until_fit` may search and race again if no candidate fits in memory, or if the
+winner rematerializes though predictions saw no need. `find_fastest` in
+:mod:`cfp.variants` analyzes the step; of several meshes or variants it estimates each,
+calls `run_passes` usually for the best two, and races their plans.
 
 Added elsewhere: a kind of kernels, as a module in `KINDS` of :mod:`cfp.kernels.kinds`
 (`attention=` names kernels of all kinds); a device, as a TOML file in
@@ -69,7 +69,7 @@ def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
 
     Raises:
         MemoryBudgetError: no candidate fits in memory.
-        CfpError: no candidate runs.
+        CfpError: no candidate runs, or the program has no such preset.
     """
     started = time.perf_counter()
     if analyzed.step.inner_jit_donates:
@@ -103,7 +103,7 @@ def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
 def race_until_fit(
     context: PlanContext, analyzed: Analyzed, solution: Solution
 ) -> FoundPlan:
-    """Races, and searches again while that may help; completes the plan, or raises."""
+    """Races, searches again while that may help, and makes the plan or raises."""
     analysis = analyzed.analysis
     outcome = race(context, analysis, solution)
     while (again := search_further(context, analysis, outcome)) is not None:
@@ -137,10 +137,10 @@ def plan(
         args, kwargs: arguments of the step, as arrays or ``jax.ShapeDtypeStruct`` s.
             Planning does not overwrite them.
         mesh: the devices; measuring assumes that all of their memory is free. By
-            default all devices, in the fastest mesh of one or two axes (one axis with a
-            preset). A :func:`cfp.described` mesh gives an estimated plan, and nothing
-            runs; ``plan.on(mesh)`` uses the plan later. An `AbstractMesh` plans on a
-            Ray cluster, with ``PlannerSettings(ray=...)``.
+            default all devices, in the fastest mesh of one or two axes (of one, with a
+            preset or if ``choose`` leaves out meshes). A :func:`cfp.described` mesh
+            gives an estimated plan, and nothing runs; ``plan.on(mesh)`` uses it later.
+            An `AbstractMesh` plans on a Ray cluster, with ``PlannerSettings(ray=...)``.
         quiet: True shows no progress; warnings stay. By default a terminal shows
             progress, and other outputs get a line on standard error every 30 s.
         static_argnums, static_argnames: arguments that are not arrays.
@@ -148,7 +148,7 @@ def plan(
             the training state.
         memory_budget: memory of each device that the plan may use, in bytes or as text
             such as "80GiB"; by default all memory. The compiled step fits in a given
-            budget. On GPUs 128 MiB of the budget are left for the allocator.
+            budget (as predicted on described devices). On GPUs 128 MiB of it stay free.
         pins: shardings that the plan must keep, by the argument's path or a glob:
             ``{"params/*/kernel": PartitionSpec(None, "x")}``. A string such as "x" is
             one axis, on the first dim.
@@ -158,7 +158,7 @@ def plan(
             default all, see :class:`PlannerSettings`.
         precision: a lower precision of large products, see :class:`PlannerSettings`.
         cache_dir: folder of the measurements; by default the user's cache directory.
-        settings: limits of measuring, search and race, and a callback for progress.
+        settings: limits of measuring, search and race; `progress` replaces the output.
 
     Raises:
         CfpError: the step, arguments, mesh, pins or budget cannot be planned.
@@ -206,7 +206,7 @@ def plan(
 
 
 def _warn_undivided(plan: Plan) -> None:
-    """Warns of undonated arguments that the mesh does not divide."""
+    """Warns of undonated arguments, if any, that the mesh does not divide."""
     given = {n.partition("/")[0] for n in compress(plan.arg_names, plan.donated)}
     whole = [one for one in plan.uneven if one.split("/")[0].split()[0] not in given]
     if whole:
@@ -224,7 +224,6 @@ def _meshes(
     settings: PlannerSettings,
     preset: str | None,
 ) -> Mapping[str, Mesh | DescribedMesh]:
-    """Returns {name: mesh}: a given mesh as "", else all of one axis, or two axes."""
     if isinstance(mesh, AbstractMesh):
         raise CfpError(
             "A mesh without devices is for PlannerSettings(ray=...). Pass a Mesh, or "
@@ -245,14 +244,15 @@ def plan_fastest(
 ) -> Fastest:
     """Plans the best variants of a step, and keeps the fastest that fits in memory.
 
-    All variants are estimated, and the best two are planned and raced. On virtual or
-    described devices only the best is planned; with a preset, all are planned. If a
-    variant fails, the next best takes its place.
+    All variants are estimated, and the best two are planned and raced. If estimates
+    decide (on virtual or described devices), only the best is planned; with a preset,
+    all are planned, none estimated. If a variant fails, the next best takes its place.
 
     Args:
-        variants: steps with names; they differ in mesh, step or arguments.
+        variants: steps with distinct names; they differ in mesh, step or arguments.
         quiet: True shows no progress, as for :func:`cfp.plan`.
-        leaner: makes variants of less memory, tried if none of `variants` fits.
+        leaner: makes variants of less memory. If none of `variants` fits, not even with
+            state in host memory, these are tried in order until one fits.
         settings: as for :func:`cfp.plan`; ``seconds`` limits all variants together.
         options: ``static_argnums``, ``static_argnames``, ``donate_argnums``,
             ``donate_argnames``, ``memory_budget``, ``pins``, ``preset`` and

@@ -1,1 +1,1 @@
-"""Checks of a plan: its results against one device, and its step times."""
+"""Checks of a plan: its results against a reference, and its step times."""

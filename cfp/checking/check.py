@@ -2,13 +2,13 @@
 
 The reference runs on one device, without sharding. If it does not fit there, a preset
 shards it over all devices, differently from the plan. If the step's code names several
-devices, it runs on all of them with unsharded arguments.
+devices, it runs on the plan's mesh with unsharded arguments.
 
 Both sides compute in float32 at least, with the highest precision of matrix products,
-so that only the order of sums differs. The check measures the effect of rounding: it
-repeats the reference's step with arguments changed in their last bit. If kernels of the
-plan compute in less than float32, it repeats the plan's step instead, with the last
-bits of the kernels' operands and results changed.
+so that only the order of sums differs. If results differ too much, the check measures
+the effect of rounding: it repeats the reference's step with arguments changed in their
+last bit. If kernels of the plan compute in less than float32, it repeats the plan's
+step instead, and changes the kernels' operands and results, too.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class Leaf:
     """Comparison of a leaf of a step's results with the reference's leaf.
 
     Attributes:
-        relative_l2: L2 distance to the reference, over the reference's norm if not 0.
+        relative_l2: L2 distance to the reference, over its norm if not 0; may be inf.
         size: L2 norm under the plan; numbers that are not finite count as 0.
         rounding: root mean square relative distance between usual results and those of
             repetitions with other last bits; 0 without repetitions.
-        change: relative distance to the state before the step; 0 if not state.
+        change: relative distance to the state before the step; 0 if no state or change.
         norms: L2 norms of the reference, and of the repetitions.
         tolerance: distance that passes in a leaf that steps change enough.
         margin: allowed multiple of `rounding`.
@@ -125,10 +125,10 @@ class Leaf:
 
     @property
     def is_undecided(self) -> bool:
-        """True if `is_far`, but only by rounding, with a norm in the reference's range.
+        """True if `is_far`, but mostly rounding, with a norm in the range of `norms`.
 
-        For example the moments of a parameter whose gradient is zero: only their norm
-        can be compared, within a factor of 100.
+        Then `margin * rounding` is 0.5 or more, as for moments of a parameter whose
+        gradient is zero. A factor of 100 widens the range on both sides.
         """
         if not (self.is_far and self.norms and self._noise >= MOST_ALLOWED):
             return False
@@ -153,8 +153,8 @@ class Differences(list[Leaf]):
     """Comparisons of all leaves, the largest distance first; `str` lists the largest.
 
     Attributes:
-        rounded: {path: distance to the step without `Plan.precision`} of the furthest
-            changed state leaf (relative to its change) and other leaf (to its norm).
+        rounded: {path: the reference's distance to the step without `Plan.precision`},
+            largest of changed state (relative to its change), and of other leaves.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Differences(list[Leaf]):
 
     @property
     def nearest(self) -> Leaf | None:
-        """The leaf nearest to its limit, or furthest beyond; None if all undecided."""
+        """The decided leaf nearest its limit, or furthest beyond; None if none is."""
         decided = [leaf for leaf in self if not leaf.is_undecided]
         return max(decided, key=lambda x: x.relative_l2 / x.allowed, default=None)
 
@@ -225,7 +225,7 @@ def _by_path(tree: Any, above: tuple[Any, ...] = ()) -> dict[str, Any]:
 
 
 def brought_together(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Moves two arrays to the same devices: to the sharded array's.
+    """Moves `other`, if on one device, to the sharding of `one`; else vice versa.
 
     JAX splits an array by copies between devices, but joins shards through the host.
     """
@@ -236,7 +236,7 @@ def brought_together(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.A
 
 @jax.jit
 def _measured(have: jax.Array, want: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns (relative L2 distance, norm of `have`, norm of `want`)."""
+    """Returns (`Leaf.relative_l2`, norm of `have`, norm of `want`)."""
     a, b = _in_double(have), _in_double(want)
     same = jnp.isfinite(b) | (a == b) | (jnp.isnan(a) & jnp.isnan(b))
     error, size, norm = (
@@ -249,7 +249,7 @@ def _measured(have: jax.Array, want: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _in_double(x: jax.Array) -> jax.Array:
-    """Casts to float64 or complex128, in which no square of a float32 overflows."""
+    """Casts numbers and random keys to float64 or complex128: squares fit."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     return x.astype(jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64)
@@ -264,13 +264,13 @@ class Check:
 
     Both sides start every step from the reference's state, so that rounding of earlier
     steps does not add up. Between runs, that state and the reference's results are in
-    host memory: a model that just fits the devices can be checked.
+    host memory, if devices have it: a model that just fits the devices can be checked.
 
     Attributes:
         planned: the step under a plan.
         reference: the step to compare with.
-        feedback: {state argument: index of the result that replaces it}; index None is
-            the whole result.
+        feedback: {position of a state argument: index of the result that replaces it};
+            index None is the whole result.
         agree: makes an answer the same in all processes that run the check.
         given_tolerance: the user's tolerance; None for the default.
     """
@@ -284,14 +284,14 @@ class Check:
 
     @property
     def tolerance(self) -> float:
-        """Relative L2 distance that passes in a leaf that steps change enough."""
+        """Given tolerance, or the default for the types that the step computes in."""
         if self.given_tolerance is not None:
             return self.given_tolerance
         usual = DOUBLE_TOLERANCE if self.planned.double else FULL_TOLERANCE
         return LOW_TOLERANCE if self.planned.narrow else usual
 
     def start(self, args: Sequence[Any]) -> None:
-        """Copies the arguments to host memory, since later steps may overwrite them."""
+        """Copies the arguments, in float32 at least, to host memory if there is any."""
         self._args = list(args)
         # One leaf at a time: a device never holds a copy of the whole state.
         self._args = self._each(lambda leaf: in_host(fresh(self._on_reference(leaf))))
@@ -299,8 +299,8 @@ class Check:
     def step(self, tell: Callable[[str], None] = lambda _: None) -> Differences:
         """Runs a step on both sides, compares results, and keeps the reference's state.
 
-        If a leaf exceeds its allowed distance, rounding is measured by up to `NUDGES`
-        repetitions, or until rounding explains the difference.
+        If a leaf exceeds its allowed distance, rounding is measured by repetitions:
+        until rounding explains the difference, or `NUDGES` times.
 
         Args:
             tell: called with a text about each run.
@@ -332,7 +332,7 @@ class Check:
 
     @cached_property
     def _noisy(self) -> CompiledStep:
-        """Step to repeat for rounding: the plan's if `narrow`, else the reference."""
+        """Step to repeat for rounding: `planned.perturbed` if any, or the reference."""
         perturbed = self.planned.perturbed
         return perturbed().compile() if perturbed else self.reference.step
 
@@ -391,13 +391,13 @@ class Check:
 
 
 def fresh(leaf: jax.Array) -> jax.Array:
-    """Copies an array, in float32 at least; a moved array may share donated memory."""
+    """Copies an array to device memory, floats at least in float32; safe to donate."""
     return with_dtype(jnp.copy(on_device(leaf)), wide_dtype(leaf.dtype))
 
 
 @jax.jit
 def nudge(x: jax.Array, seed: int = 0) -> jax.Array:
-    """Changes floats by about their last bit, up or down at random; not other types."""
+    """Changes floats by about their last bit, up or down at random; no other types."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     # The default generator takes long to compile.
@@ -430,9 +430,9 @@ class Reference:
     """A compiled step to compare a plan's with.
 
     Attributes:
-        step: computes in float32, or in float64 if the original does.
+        step: computes in float32, or in float64 where the original does.
         preset: preset of its shardings, or `AS_WRITTEN`; "" on one device.
-        unrounded: on one device, the step without `Plan.precision`; None without one.
+        unrounded: the step without `Plan.precision`, if given and on one device.
     """
 
     step: CompiledStep
@@ -453,11 +453,11 @@ def both_sides(
     tell: Callable[[str], None] = lambda _: None,
     agree: Callable[[bool], bool] = bool,
 ) -> tuple[CompiledStep, Reference]:
-    """Compiles a plan's step and its reference in float32, or float64 if used.
+    """Compiles a plan's step and its first reference that fits, in float32 at least.
 
     Args:
         plan: bound to its step, on its mesh.
-        compiled: the plan's compiled step; reused if it has wide types already.
+        compiled: the plan's compiled step; reused if a wide step would be the same.
         tell: called with a text about long work.
         agree: makes an answer the same in all processes of the mesh.
 
@@ -501,9 +501,9 @@ def _references(
 ) -> Iterator[tuple[str, LoweredStep]]:
     """Yields (name, reference) in order of preference.
 
-    First the step on one device, or as written on the devices that its code names. Then
-    presets that shard arguments differently from the plan, least memory first. Presets
-    that shard most arguments like the plan come last.
+    First the step on one device, or as written on the mesh if its code names several
+    devices. Then presets that shard arguments differently from the plan, least memory
+    first. Presets that shard most arguments like the plan come last.
     """
     # A plan for one device may need its memory limit; so does the reference then.
     limits = {name: v for name, v in plan.options.items() if name == MEMORY_SHARE}

@@ -40,7 +40,7 @@ class StepResult:
 
     Attributes:
         time_ms: time from the call until all results are computed.
-        metrics: returned float scalars by path, without the state.
+        metrics: returned float scalars, such as ``loss`` of ``1/loss``, without state.
         comparison: comparison with the reference; empty if not checked.
     """
 
@@ -57,9 +57,9 @@ class Trial:
         tolerance: relative L2 distance that passes in a leaf that changes enough.
         checked: True if the steps were compared with a reference.
         preset: the reference's preset, as in :class:`Reference`; "" on one device.
-        narrow: True if kernels of the plan compute in less than float32.
-        state: {index of a result: name of the argument that it replaces}; index "" is
-            the whole result.
+        narrow: True if checked, and kernels compute in less than float32.
+        state: {text of a result's index: name of the argument that it replaces}; text
+            "" is the whole result.
         drawn: True if arguments were random numbers.
     """
 
@@ -86,7 +86,7 @@ class Trial:
 
     @property
     def every(self) -> Differences:
-        """Comparisons of the leaves of all steps."""
+        """Comparisons of the leaves of all steps; empty if not checked."""
         return Differences(leaf for step in self.steps for leaf in step.comparison)
 
     @property
@@ -97,7 +97,7 @@ class Trial:
 
     @property
     def undecided(self) -> set[str]:
-        """Paths of leaves whose norm alone can be compared."""
+        """Paths of leaves that are undecided in some step: see `Leaf.is_undecided`."""
         return {leaf.path for leaf in self.every if leaf.is_undecided}
 
 
@@ -114,7 +114,7 @@ def run_trial(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Trial:
-    """Runs a target's steps under a plan, and measures or checks them.
+    """Runs a target's steps under a plan, times them, and may check them.
 
     A result with an argument's structure and types is state: it replaces the argument
     in the next step; a single array only if it is donated. Other arguments stay.
@@ -122,15 +122,15 @@ def run_trial(
     Args:
         steps: number of steps.
         check: True runs the same steps in float32 or float64 under the plan and as a
-            reference, and compares metrics and state.
-        tolerance: relative L2 distance that passes if a leaf changes; usually 1e-5,
-            1e-12 in float64, 1e-2 if kernels compute in less than float32. A larger
-            distance passes only if rounding explains it, and never in a leaf of zeros.
+            reference, and compares all results.
+        tolerance: relative L2 distance that passes; less in state that changes little.
+            By default 1e-5, 1e-12 in float64, 1e-2 if kernels compute in less than
+            float32. A larger distance passes only if rounding explains it.
         progress: called with a text about each phase.
 
     Raises:
         PlanMismatch: the plan is for another target.
-        CfpError: the step fails on the devices, or can run only once.
+        CfpError: the step fails, cannot run `steps` times, or the check lacks memory.
         ProcessError: another process has failed or ended.
     """
     tell = progress or (lambda _: None)
@@ -200,7 +200,7 @@ def _explained(check: bool) -> Iterator[None]:
 def _feedback(
     target: Target, step: FlatStep, plan: Plan, steps: int
 ) -> tuple[dict[int, int | None], dict[str, str]]:
-    """Finds state arguments; returns `Check.feedback` and `Trial.state`."""
+    """Returns `Check.feedback` and `Trial.state`; CfpError if `steps` cannot run."""
     positions = (i for i in range(len(target.args)) if i not in target.static)
     every = dict(zip(positions, arguments_of(step.in_tree), strict=True))
     donated = {

@@ -47,8 +47,8 @@ def verify(
     """Times a plan and the presets, with the plan's level of constraints.
 
     Args:
-        seconds: time limit for compiling; later programs are left out. Each run has a
-            time limit, too, unless the plan is for other devices.
+        seconds: time limit. Programs not begun by then are left out, others timed once
+            at least. A run has a limit, too, unless the plan is for other devices.
 
     Returns:
         Plan of the fastest program; `race` has all results, the given plan's first.
@@ -123,7 +123,7 @@ def _content(program: RaceProgram) -> tuple[Any, ...]:
 
 
 def _job_under(plan: Plan, job: Job, frame: Frame, mesh: Mesh) -> Job:
-    """Replaces a job's shardings and constraints by a plan's."""
+    """Returns a job with a plan's shardings and constraints, and a key of its own."""
     argument = dict(zip(frame.program.args, plan.arg_specs, strict=True))
     output = dict(zip(frame.program.outputs, plan.output_specs, strict=True))
     digest = hashlib.sha256(plan.as_in_file().to_json().encode()).hexdigest()
@@ -148,7 +148,7 @@ def _off(plan: Plan, best: Plan) -> float | None:
 def verified_data(plan: Plan, best: Plan) -> Mapping[str, Any]:
     """Result of a verification as JSON data; `best` is returned by `verify`.
 
-    "off" is predicted over measured time, less 1.
+    "off" is predicted over measured time, less 1; None if they do not compare.
     """
     return {
         "plan": plan.winner,

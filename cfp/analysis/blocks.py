@@ -96,7 +96,7 @@ class _Labels:
         )
 
     def _may_hold(self, op: int, block: int) -> bool:
-        """False for -1, or if the op's outermost loop has members of others alone."""
+        """False for -1, or if only other blocks have members in the outermost loop."""
         held = self.held.get(self.program.top_level(op))
         return block != NONE and (held is None or block in held)
 

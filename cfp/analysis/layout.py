@@ -229,7 +229,7 @@ class Layout:
         return tuple(map(self.output_spec, range(len(self.frame.program.outputs))))
 
     def output_spec(self, place: int) -> Spec:
-        """Returns an output's sharding: its argument's for new state, else even."""
+        """An output's sharding: its argument's for new state, else as made but even."""
         if (position := self.frame.renewed.get(place)) is not None:
             return self.arg_spec(position)
         value = self.frame.program.outputs[place]
@@ -266,8 +266,8 @@ class Layout:
     def read_spec(self, value: int) -> Spec | None:
         """Returns the spec in which a value's first laid-out reader reads it, or None.
 
-        Readers in updates do not count. A reader that gathers it whole counts if no
-        other reader does. A loop that is not opened reads it as it carries it.
+        Readers in updates do not count. A reader that gathers it whole counts only if
+        there is no other. A loop that is not opened reads it as it carries it.
         """
         gathered = None
         program = self.frame.program
@@ -295,7 +295,7 @@ class Layout:
         return gathered
 
     def _carried(self, result: int) -> Spec:
-        """Returns a loop result's sharding: unchanged, as first read, or as yielded."""
+        """A loop result's sharding: as it enters, as first read, or as yielded."""
         if result in self.value_spec:
             return self.value_spec[result]
         program = self.frame.program

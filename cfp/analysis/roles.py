@@ -608,7 +608,7 @@ def is_key(value: Value) -> bool:
 def made_of_parameters(frame: Frame) -> list[bool]:
     """Returns by value id True if made of arguments other than data and keys.
 
-    Constants and scalars of any origin may be mixed in. Loops and branches give False.
+    Constants and scalars of any origin may be mixed in. False for results of regions.
     """
     program = frame.program
     is_number = [not value.shape for value in program.values]

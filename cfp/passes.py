@@ -3,7 +3,7 @@
 Analyze traces a step and analyzes it on a mesh. It reads types of the arguments, and
 values of scalars and small masks (:mod:`cfp.program.step`). Profile selects strategies
 of each segment (a run of blocks that repeats), and measures or estimates them. Search
-finds the fastest choice that fits in memory.
+finds the fastest choice that fits in memory by prediction.
 """
 
 from __future__ import annotations
@@ -131,10 +131,9 @@ class Analyzed:
     """A step, traced and analysed.
 
     Attributes:
-        step: the step over flat arguments.
-        mesh: the devices, real or described.
+            mesh: the devices, real or described.
         analysis: the step's blocks and segments (repeated runs of blocks).
-        seconds: time of tracing and analysing, and of making the profiles.
+        seconds: time of tracing and analysing, and of making `profiles` if given.
         profiles: estimated profiles that replace the profile pass; None without.
     """
 
@@ -149,7 +148,7 @@ class Analyzed:
 def analyze_step(
     step: FlatStep, mesh: Mesh | DescribedMesh, pins: Pins | None = None
 ) -> Analyzed:
-    """Traces and analyses a step; meshes of equally many devices share a trace.
+    """Traces and analyses a step; meshes of equally many devices may share a trace.
 
     Raises:
         CfpError: the step cannot be traced, or the pins do not fit.
@@ -177,7 +176,7 @@ def analyze_step(
 
 
 def outer_axes(mesh: Mesh | DescribedMesh) -> frozenset[str]:
-    """Returns the mesh axes that cross hosts; for a TPU slice, the first of these."""
+    """Returns the mesh axes that cross hosts; for a TPU slice, at most one axis."""
     if isinstance(mesh, DescribedMesh):
         return mesh.outer
     devices = [*mesh.devices.flat]
@@ -197,8 +196,11 @@ def profile(
     """Measures or estimates strategies of every kind of segment (a run of blocks).
 
     Args:
-        all_presets: True also measures presets that are slow by estimate.
-        races: True leaves a share of the time budget for a race.
+        all_presets: True also measures presets slow by estimate, if they may fit.
+        races: True leaves a share of the time budget for a race, if there is one.
+
+    Raises:
+        CfpError: no strategy of some kind could be measured.
     """
     started = time.perf_counter()
     if context.defaults.estimates:
@@ -238,7 +240,7 @@ def _measured(
     measurer: Measurer,
     all_presets: bool,
 ) -> Profiles:
-    """Measures strategies until no unmeasured preset may be faster or needed to fit."""
+    """Measures strategies; more presets if one failed, or if memory may be short."""
     settings, defaults = context.settings, context.defaults
     estimates, every = estimate_among(analysis, rates, settings.dimensions)
     costs = Costs(analysis, rates, Dimension.REMAT in settings.dimensions)
@@ -300,7 +302,7 @@ def measured_rates(context: PlanContext) -> Rates:
 
 
 def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
-    """Estimates the step of the fastest choice that fits, else of the leanest one."""
+    """Estimates the fastest choice that fits, else the leanest; may measure rates."""
     started = time.perf_counter()
     profiles = _estimated(context, analysis, started)
     problem = profiles.problem
@@ -314,7 +316,7 @@ def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
 
 
 def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Profiles:
-    """Estimates all strategies; only rates of real devices are measured."""
+    """Estimates presets and the best others; may measure rates of devices."""
     context.measure.tell("estimating what each strategy takes")
     if isinstance(context.mesh, DescribedMesh):
         rates = context.mesh.rates
@@ -346,9 +348,9 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
 
 
 def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solution:
-    """Returns candidates: the fastest choice that fits by prediction, and presets.
+    """Returns candidates: the fastest choices that fit by prediction, and presets.
 
-    If no choice fits by prediction, the choice of least memory takes its place.
+    If no choice fits, that of least memory takes their place. Presets may not fit.
 
     Raises:
         MemoryBudgetError: no choice fits by prediction, and nothing is compiled.
@@ -410,11 +412,11 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
 def search_further(
     context: PlanContext, analysis: Analysis, outcome: RaceOutcome
 ) -> Solution | None:
-    """Searches again if no candidate of a race fits; None if no search is left.
+    """Searches again after a race without a winner; None if no search is left.
 
-    The order: a search with the compiled sizes, presets that were not measured, and
-    the candidate of least memory. Once time is over, only the last is tried. A winner
-    that rematerializes gets a search by compiled sizes if predicted memory was ample.
+    Returns the first of: a search by compiled sizes, one of all presets, candidates of
+    least memory. Once time is over, only the last. After a winner: None, or a search by
+    compiled sizes if the winner rematerializes and predicted memory was ample.
     """
     solution, won = outcome.solution, outcome.winner
     profiles, may_go_on = solution.profiles, not context.is_over
@@ -444,8 +446,8 @@ def search_as_compiled(
 ) -> Solution | None:
     """Searches with temporary memory scaled by compiled-to-predicted ratios.
 
-    Uses the median and the largest ratio, and lets every segment be rematerialized.
-    Returns None if the search finds nothing new.
+    Uses the median and the largest ratio, and may rematerialize further segments.
+    Returns None if that adds neither candidates nor options of segments.
     """
     problem, rates = solution.problem, solution.rates
     if problem is None or rates is None:
@@ -477,7 +479,7 @@ def _fitting_as_compiled(
     solution: Solution,
     known: Collection[Choice],
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Returns new (plans, presets) that fit with memory scaled to compiled sizes."""
+    """Returns new (plans, rematerialized presets) that fit by compiled sizes."""
     problem, names = solution.problem, {one.name for one in solution.candidates}
     programs = programs_of(analysis, solution.candidates, context.environment)
     factors = dict[Choice, float]()
@@ -516,7 +518,6 @@ def _fitting_as_compiled(
 def _predicted(
     analysis: Analysis, problem: Problem | None, candidates: Sequence[Candidate]
 ) -> list[Candidate]:
-    """Returns candidates with predicted times; None if unknown or without problem."""
     times = [prediction_of(analysis, problem, one.choice).time_ms for one in candidates]
     pairs = zip(candidates, times, strict=True)
     return [replace(one, predicted_ms=time_ms) for one, time_ms in pairs]
@@ -528,9 +529,9 @@ def _smallest(
     solution: Solution,
     results: Sequence[RaceResult],
 ) -> Solution | None:
-    """Returns up to three new candidates of little memory; None if all are compiled.
+    """Returns up to three new candidates of little memory; None if all were tried.
 
-    The least of all, the least of choices like the smallest program, the best by sizes.
+    The fastest by compiled sizes, the leanest, the leanest like the smallest program.
     """
     problem = solution.problem
     assert problem is not None, "something was searched"
@@ -538,7 +539,6 @@ def _smallest(
     known = {one.choice for one in done}
     plans, _ = _fitting_as_compiled(context, analysis, solution, known)
     tried = {(one.choice, one.level) for one in done}
-    # The last plan is that of the largest ratio.
     every = [*plans[-1:], leanest_of(analysis, problem)]
     compiled = [one for one in results if one.peak_bytes]
     if best := min(compiled, key=lambda one: one.peak_bytes, default=None):
@@ -584,10 +584,10 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
 
     Candidates are the preset with kernels, if some can replace ops, and without, since
     a kernel may fail or be slower. Without a race, the faster by estimate comes first.
-    If nothing is compiled, real devices get only the preset without kernels.
+    If nothing is compiled or decided by estimates, only the one without is returned.
 
     Raises:
-        OptionError: the program has no preset of this name.
+        OptionError: the program has no such preset, or has it by another name.
     """
     known = presets(analysis.frame)
     for one, other in ((ZERO1, DATA_PARALLEL), (DATA_PARALLEL, REPLICATED)):

@@ -56,10 +56,10 @@ def parallelize(
 
     Args:
         fn: the step, the only argument by position.
-        mesh: the devices; by default all devices, as for :func:`plan`. With a saved
-            plan, by default as many of the first devices as it needs.
-        plan: a saved plan or its file, used without planning; by default the file in
-            the environment variable ``CFP_PLAN``. The donated arguments are the plan's.
+        mesh: the devices; by default all devices, as for :func:`plan`. With a plan, by
+            default the plan's devices, else as many of the first as it needs.
+        plan: a plan or its file, used without planning. By default the environment
+            variable ``CFP_PLAN`` names the file. The donated arguments are the plan's.
         quiet: True shows no progress; warnings stay. By default a terminal shows
             progress, and other outputs get a line on standard error every 30 s.
         options: as for :func:`plan`.
@@ -70,8 +70,8 @@ def parallelize(
         of weak types, as of ``jnp.full(shape, 0.1)``, gets the types of the results.
 
     Raises:
-        OptionError: an option is unknown, or contradicts the given plan.
-        PlanMismatch: the file does not exist, or contains no plan.
+        OptionError: an option is unknown, or decides a plan beside a given `plan`.
+        PlanMismatch: the file of `plan` does not exist, or contains no valid plan.
     """
     if misplaced or isinstance(fn, Mesh) or not (fn is None or callable(fn)):
         raise OptionError(
@@ -130,10 +130,10 @@ def _explained(path: str | None, changes_of: Callable[[], str]) -> Iterator[None
 class ParallelStep:
     """A step function that is planned at its first call; see :func:`parallelize`.
 
-    A call with other shapes or types plans again, as ``jax.jit`` compiles again; with a
-    saved plan it raises `PlanMismatch`. Another configuration of JAX, such as
-    ``jax.enable_x64(True)``, plans again. In one process, later plans keep the first's
-    shardings of arguments if these fit in memory; a preset by name is kept instead.
+    A call with other shapes or types, or under another configuration of JAX, plans
+    again, as ``jax.jit`` compiles again. With a saved plan it raises `PlanMismatch` if
+    the step differs. Later plans keep the first's shardings of unchanged arguments if
+    these fit in memory; they do not with ``preset=`` or several processes of JAX.
 
     Attributes:
         plans: all plans, in the order in which they were made.
@@ -231,7 +231,7 @@ class ParallelStep:
             return _Planned(now, bound, bound.compile_bound(tell))
 
     def _changes(self, step: FlatStep) -> str:
-        """Returns how a call's structure differs from the latest call's, or ""."""
+        """Changes of the tree since the latest call or the given plan; "" if none."""
         given = self._given.step if self._given else None
         before = self._latest.compiled.step if self._latest else given or step
         is_same = before.in_tree == step.in_tree
@@ -303,7 +303,7 @@ class ParallelStep:
         kwargs: Mapping[str, Any],
         options: dict[str, Any],
     ) -> Plan:
-        """Plans a step; later on the first mesh, with its shardings if these fit."""
+        """Plans a step; later ones keep the first's mesh, and shardings if possible."""
         find = partial(plan_anew, self._fn, *args, **kwargs)
         if not self.plans:
             return find(mesh=self._mesh, **options)

@@ -1,12 +1,11 @@
 """Checks and times each implementation of operators at each shape and type.
 
-Each (implementation, shape, type) gives a row. An implementation with wrong results is
-not timed. The row has a reason if the implementation refused, failed, lacked memory or
-was not reached in time.
+Each (implementation, shape, type) gives a row. A row without times has a reason: the
+implementation refused, failed, lacked memory, was wrong or was not reached in time.
 
-Times are compared with a lower bound: contractions at the device's peak, and each byte
-of arguments, cotangent and results moved once. Causal attention counts half. A backward
-pass has twice the contractions of the forward pass.
+The lower bound of a pass is the larger of two times: of contractions at the device's
+peak, and of moving each array once. Causal attention counts half. A backward pass has
+twice the forward pass's contractions. It moves arguments, cotangent and gradients.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Row:
     Attributes:
         state: `MEASURED`, or the kind of failure (`WRONG`, `REFUSED` and so on).
         reason: why the implementation was not measured; "" if it was.
-        detail: traceback of a failure.
+        detail: traceback of an exception; "" without one.
         errors: relative differences to the oracle by result; None if not finite.
         passes: measurements by "forward" and "both" (forward and backward).
     """
@@ -104,10 +103,10 @@ def run(
 
     Args:
         forward_only: True leaves out the backward pass.
-        seconds: time limit; rows of later implementations are `NO_TIME`.
+        seconds: time limit; implementations not begun by then get `NO_TIME` rows.
 
     Yields:
-        One row for each implementation, as soon as it is measured or skipped.
+        One row for each shape, type and implementation, once measured or skipped.
     """
     end = time.perf_counter() + seconds
     for shape, dtype, operator in product(shapes, dtypes, operators):
@@ -144,7 +143,7 @@ class _Case:
         return args, jax.device_get(jax.jit(oracle)(*args))
 
     def measured(self, row: Row, begin: Callable[[], Any]) -> Row:
-        """Completes an implementation's row: checks its results, then times it."""
+        """Checks, then times an implementation; any error becomes its row's reason."""
         call = self.operator.implementations[row.implementation]
         try:
             case = self.operator, row.implementation, self.shape, self.dtype

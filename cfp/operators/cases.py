@@ -116,7 +116,7 @@ def output(operator: Operator, args: Sequence[Any]) -> jax.ShapeDtypeStruct:
 def sample(
     operator: Operator, shape: Shape, dtype: str
 ) -> tuple[tuple[Array, ...], Array]:
-    """Makes random arguments, and a random cotangent of the operator's result."""
+    """Makes random arguments and a cotangent of the result, the same in each call."""
     keys = iter(jax.random.split(jax.random.key(0, impl="rbg"), 20))
     args = [
         _random(next(keys), one, shape, like.dtype)
@@ -171,7 +171,7 @@ def program(
 
 
 def oracle_program(operator: Operator, *, backward: bool = True) -> Program:
-    """Returns the oracle's function, as of `program`, that computes in float32."""
+    """Returns `program` of the oracle, which computes in float32."""
     inner = program(operator, operator.oracle, backward=backward)
 
     def run(args: Sequence[Array], cotangent: Array) -> dict[str, Array]:

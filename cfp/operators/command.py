@@ -1,6 +1,6 @@
 """The command ``cfp operators``, also ``python -m cfp.operators``.
 
-Prints tables by shape and implementation, and writes results to a file.
+Prints tables by shape and implementation; ``--json FILE`` also writes the results.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def print_environment(found: Mapping[str, Any], console: Console) -> None:
 
 
 def print_list(operators: Sequence[Operator], console: Console) -> None:
-    """Prints all implementations: "yes" if usable on this device, else the reason."""
+    """Prints "yes" for implementations that take a small bfloat16 case, or why not."""
     table = _table("operator", "implementation", "here", "result")
     shape = Shape.parse(CPU_SHAPES[0])
     for operator in operators:
@@ -176,8 +176,8 @@ def main(words: Sequence[str]) -> int:
     """Runs the command with its arguments `words`.
 
     Returns:
-        Exit code: 0; 1 if an implementation's results are wrong; 2 for wrong use; 130
-        after Ctrl-C.
+        Exit code: 1 if an implementation's results are wrong; 2 for a `CfpError`, such
+        as wrong use; 130 after Ctrl-C; else 0, also if implementations failed.
     """
     try:
         return _run(_parser().parse_args(words))

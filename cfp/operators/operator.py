@@ -103,8 +103,8 @@ class Operator:
             options: replace defaults of the attribute `options`.
 
         Raises:
-            CfpError: a name is unknown, shapes or their number do not fit, or every
-                implementation refused.
+            CfpError: a name is unknown, shapes or their number do not fit, or no tried
+                implementation accepts.
         """
         names = [one.name for one in self.arguments]
         if len(args) != len(names):
@@ -134,7 +134,7 @@ class Operator:
         """Checks the arguments' shapes against the declared dims.
 
         Raises:
-            CfpError: a number of dims is wrong, or one name has two sizes.
+            CfpError: a number of dims or fixed size is wrong, or a name has two sizes.
         """
         found: dict[str, Any] = {}
         for one, arg in zip(self.arguments, args, strict=True):
@@ -233,7 +233,7 @@ def softmax(scores: Array, seen: Array | None = None) -> Array:
 
 
 def softmax_jax_nn(scores: Array, seen: Array | None = None) -> Array:
-    """Like `softmax`, by `jax.nn`."""
+    """Like `softmax`, by `jax.nn`, but a row with no score `seen` gives zeros."""
     return jax.nn.softmax(scores.astype(jnp.float32), where=seen).astype(scores.dtype)
 
 

@@ -25,7 +25,7 @@ Form = Callable[..., Mapping[str, Any]]
 
 
 def _attention(name: str, plain: Form, fused: Form) -> dict[tuple[str, str], Function]:
-    """Entries of `IMPLEMENTATIONS`, from keywords of `all_scores` and of `jax.nn`."""
+    """Implementations: `plain` makes the keywords of `xla`, `fused` of the others."""
 
     def by(attend: Function, form: Form) -> Function:
         return lambda query, key, value, *rest: attend(
@@ -122,7 +122,7 @@ def _operator(
     flops: Callable[[Mapping[str, int]], float] = lambda dims: 0.0,
     **options: Any,
 ) -> Operator:
-    """Makes an operator from `IMPLEMENTATIONS`; `oracle` names one of its functions."""
+    """Makes an operator from its `IMPLEMENTATIONS`; `oracle` is the name of one."""
     return Operator(
         name=name,
         summary=summary,

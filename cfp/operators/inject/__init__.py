@@ -7,10 +7,10 @@
     with injection() as report:      # Linen: replaces calls inside the block.
         logits = model.apply(variables, tokens)
 
-A part is a submodule. Its calls are computed by operators, and its parameters stay in
-place: checkpoints do not change, and tied weights stay tied. Calls of `flax.linen`
-modules are intercepted. A part of a `flax.nnx` module gets a subclass of its class,
-whose `__call__` calls the operators.
+A part is a submodule, in linen also the outermost module. Operators compute the calls
+of a replaced part, except for calls that its policy refuses. Parameters stay in place:
+checkpoints do not change, and tied weights stay tied. Calls in linen are intercepted.
+In NNX a replaced part gets a subclass of its class.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def inject(model: nnx.Module, **how: Any) -> Report:
 
     Args:
         how: `policies` replaces the registered policies; `implementations` maps an
-            operator to its implementation, by default the first that accepts;
-            `right_padded=True` promises that attention masks only mask padding at the
-            ends of sequences; `strict=True` raises if nothing is replaced.
+            operator to its implementation (a refusal raises CfpError in the call), by
+            default the first that accepts; `right_padded=True` promises that masks hide
+            only padding at sequence ends; `strict=True` raises if nothing is replaced.
 
     Returns:
-        Report of all parts; a part's operators are filled in when it is called.
+        Report of all parts; each call of a replaced part updates its entry.
 
     Raises:
         CfpError: the model is not an NNX module, an operator or implementation is
@@ -87,7 +87,7 @@ def inject(model: nnx.Module, **how: Any) -> Report:
 
 @contextmanager
 def injection(**how: Any) -> Iterator[Report]:
-    """Replaces parts of all linen modules called inside the `with` block.
+    """Replaces calls of linen modules in the `with` block, except in initialization.
 
     Args:
         how: as in `inject`.

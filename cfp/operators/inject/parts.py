@@ -1,4 +1,4 @@
-"""Policies for flax norms, and for Hugging Face's (HF) GPT-2 and BERT.
+"""Policies for flax norms, and parts of Hugging Face's (HF) GPT-2 and BERT.
 
 HF modules are recognised by class name: ``FlaxGPT2Attention`` in linen, and
 ``GPT2Attention`` in NNX.
@@ -24,7 +24,7 @@ class FlaxNorm(Policy):
     """`LayerNorm` and `RMSNorm` of `flax.linen` and `flax.nnx`, over the last dim.
 
     Attributes:
-        norms: {class: (operator, its parameters)}.
+        norms: {class: (operator, *names of its parameters)}.
     """
 
     norms: ClassVar = {
@@ -52,7 +52,7 @@ class FlaxNorm(Policy):
                 raise Refused(f"has no {name}")
 
         def replacement(parameters: Any, x: Array, *, mask: Any = None) -> Array:
-            """Computes in one type; the result has the type that flax would return."""
+            """Refuses a mask; computes in one type; the result has flax's type."""
             if mask is not None:
                 raise Refused("is called with mask=")
             given = [x, *(parameters[name] for name in names)]
@@ -65,17 +65,17 @@ class FlaxNorm(Policy):
 
 
 def _dense(parameters: Any, x: Array, dtype: Any) -> tuple[Array, Array]:
-    """Returns (x @ kernel, bias) of a dense layer, in its dtype."""
+    """Returns (x @ kernel, bias) in `dtype`; None: in the type that JAX promotes to."""
     kernel, bias = parameters["kernel"], parameters["bias"]
     dtype = dtype or jnp.result_type(x, kernel, bias)
     return x.astype(dtype) @ kernel.astype(dtype), bias.astype(dtype)
 
 
 def _turned(parameters: Any, first: str, hidden: int) -> dict[str, Any]:
-    """Transposes all kernels if the last dim of `first`'s, [out, in], is `hidden`."""
+    """Transposes all kernels if `first`'s is [out, hidden]; refuses if it is square."""
     rows, columns = parameters[first]["kernel"].shape
     if rows == columns:
-        raise Refused("has a square kernel: [in, out] and [out, in] look alike")
+        raise Refused("has a square kernel, which may be [in, out] or [out, in]")
     if columns != hidden:
         return parameters
     return {
@@ -88,7 +88,7 @@ class _OfHF(Policy):
 
     Attributes:
         kind: class name, without the prefix "Flax".
-        takes: names of its positional arguments.
+        takes: names of its first positional arguments.
         drops: names of the dropout rates in its config.
     """
 
@@ -101,7 +101,7 @@ class _OfHF(Policy):
         return type(part).__name__.removeprefix("Flax") == self.kind
 
     def build(self, part: Any) -> Callable[..., Any]:
-        """Returns a replacement; it refuses dropout, other arguments, unsafe masks."""
+        """Returns a replacement; refuses dropout, options, masks not `right_padded`."""
 
         def replacement(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(self.takes, args, strict=False)), **kwargs}
@@ -142,7 +142,7 @@ class HFGPT2Attention(_OfHF):
     drops = ("attn_pdrop", "resid_pdrop")
 
     def compute(self, part: Any, parameters: Any, hidden: Array, mask: Any) -> Any:
-        """Returns a tuple: projections by plain products, attention by the operator."""
+        """Returns (result,); projections are plain products; the mask is not used."""
         if not getattr(part, "causal", True):
             raise Refused("is cross-attention")
         dtype = getattr(part, "dtype", None)
@@ -182,7 +182,7 @@ class HFBertSelfAttention(_OfHF):
     drops = ("attention_probs_dropout_prob",)
 
     def compute(self, part: Any, parameters: Any, hidden: Array, mask: Any) -> Any:
-        """Returns a tuple: attention by operators; the mask's sums are the lengths."""
+        """Returns (result,); lengths are the mask's sums, or whole without a mask."""
         kernel, bias = (
             jnp.stack([parameters[name][leaf] for name in ("query", "key", "value")])
             for leaf in ("kernel", "bias")

@@ -1,7 +1,7 @@
 """Policy: base class of replacements of flax submodules by operators; and the report.
 
-A part is a submodule (linen or NNX). The first policy that matches a part makes its
-replacement. `cfp.operators.inject.parts` has the built-in policies.
+A part is a submodule (linen or NNX). The first policy that matches a part makes or
+refuses its replacement. `cfp.operators.inject.parts` has the built-in policies.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Policy(ABC):
     its replacement gets the part's parameters at each call.
 
     Attributes:
-        implementations: chosen implementation by operator; other operators use the
+        implementations: {operator: the implementation to use}; other operators use the
             first that accepts the arguments.
         right_padded: True promises that attention masks only mask padding at the ends
             of sequences.
-        used: name of the implementation last called, by operator.
+        used: implementation by operator, in the latest call of a part.
     """
 
     implementations: Mapping[str, str]
@@ -37,21 +37,21 @@ class Policy(ABC):
 
     @abstractmethod
     def match(self, part: Any) -> bool:
-        """Returns True if the policy replaces parts like this one."""
+        """Returns True if the policy is for such parts; `build` may refuse one."""
 
     @abstractmethod
     def build(self, part: Any) -> Callable[..., Any]:
         """Returns the replacement: a function (parameters, *args, **kwargs) -> result.
 
-        Parameters are nested dicts of arrays. The original is called if the arguments
-        do not fit the function's signature, or if the function raises `Refused`.
+        Called at the match and at each call. Parameters are nested dicts of arrays.
+        If arguments do not fit, or the function raises `Refused`, the original runs.
 
         Raises:
             Refused: this part cannot be replaced; has the reason.
         """
 
     def call(self, operator: str, *args: Any, **options: Any) -> Array:
-        """Returns an operator's result, by the chosen implementation; fills `used`."""
+        """Returns an operator's result, fills `used`; raises CfpError if refused."""
         wanted = self.implementations.get(operator)
         found = find(operator).by_first(*args, implementation=wanted, **options)
         self.used[operator], made = found
@@ -65,8 +65,8 @@ class Part:
     Attributes:
         kind: name of its class.
         policy: class name of the matching policy, or "".
-        operators: implementation in its last call, by operator; {} before.
-        reason: why the part was not replaced; "" if it was.
+        operators: implementations in its last call, by operator; {} if not replaced.
+        reason: why it, or its last call, was not replaced; "" if it was.
     """
 
     kind: str
@@ -83,12 +83,12 @@ class Report:
 
     @property
     def replaced(self) -> list[Part]:
-        """Parts that were replaced."""
+        """Parts with a replacement that did not refuse their last call."""
         return [part for part in self.parts.values() if not part.reason]
 
     @property
     def left(self) -> list[Part]:
-        """Parts that were not replaced."""
+        """Parts without a replacement, or that refused their last call."""
         return [part for part in self.parts.values() if part.reason]
 
     def __str__(self) -> str:

@@ -105,7 +105,7 @@ def plan_segments(
 def plan_rows(
     analysis: Analysis, choice: Choice, rates: Rates | None = None
 ) -> tuple[PlanRow, ...]:
-    """Returns a row for each block: its strategy, and the collectives of its ops.
+    """Returns a row for each block: its strategy and collectives; see `block_moves`.
 
     Args:
         rates: rates of the devices; None leaves out times of collectives.
@@ -179,7 +179,7 @@ def uneven_arguments(layout: Layout) -> tuple[str, ...]:
 
 
 def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
-    """Lists batch arguments, not `named`, that ops could shard but no axis divides."""
+    """Lists batch arguments that no axis divides, if ops could shard one of them."""
     frame = layout.frame
     program, sizes = frame.program, frame.mesh
     found = {}
@@ -260,10 +260,10 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
 
     These are loops without sharding, ops without a sharding rule, ops that XLA does not
     partition, and unsharded custom_partitioning ops. The share is of the bytes of all
-    ops' results. Ops below 1 % of the bytes and of all FLOPs are left out.
+    ops' results. Lines of source below 1 % of bytes and of FLOPs are left out.
 
     Args:
-        rates: rates of the devices; with these, the texts have the ms lost.
+        rates: rates of the devices; with these, the texts have the ms lost, if any.
     """
     if not layout.frame.mesh:
         return ()
@@ -309,7 +309,7 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
 
 
 def _is_whole_op(layout: Layout, op: Op) -> bool:
-    """True if XLA cannot shard an op, or the plan leaves a shardable kernel whole."""
+    """True for an op that XLA cannot shard, and an unsharded kernel or gathering op."""
     if op.rule is None:
         return not (passes(op) or op.shardings)
     if op.rule.held and op.rule.is_whole:  # XLA does not partition it.
@@ -352,8 +352,8 @@ def sharded_kernels(layout: Layout) -> tuple[str, ...]:
 def _lost_ms(layout: Layout, op: Op, inside: Sequence[Op], rates: Rates) -> float:
     """Estimates the ms lost because every device runs an op (`inside`) in full.
 
-    Lost is the time beyond one device's equal part, and the time to gather operands. If
-    the FLOPs of an op without a sharding rule are unknown, only its bytes count.
+    Lost is the time beyond one device's equal part, and the time to gather operands.
+    Contractions count by FLOPs, others by bytes, calls without a rule by the slower.
     """
     program, mesh = layout.frame.program, layout.frame.mesh
     total = 0.0
@@ -474,11 +474,11 @@ def _result_dim(op: Op, factor: int) -> int:
 def block_moves(
     analysis: Analysis, layout: Layout
 ) -> Iterator[tuple[int, str, tuple[str, ...], int, int]]:
-    """Lists the collectives of blocks' ops as Shardy places them; XLA may merge some.
+    """Predicts the collectives of blocks' ops, and of their parameters' updates.
 
     Yields:
         (block's index, kind, axes, bytes, times). The bytes are of the whole tensor of
-        a group of devices; `times` is the runs in one step, several in a loop.
+        a group of devices; `times` is the runs in one step. XLA may merge collectives.
     """
     frame = analysis.frame
     program = frame.program

@@ -111,7 +111,7 @@ def device_difference(
 
 
 def _facts(devices: Sequence[Any] | DescribedMesh) -> Mapping[str, str]:
-    """Returns {name: text} of devices' TPU slice, kind, platform and number."""
+    """Returns {name: text}, at least of the devices' kind, platform and number."""
     if isinstance(devices, DescribedMesh):
         return devices.environment
     return {
@@ -212,7 +212,7 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
         )
     roots = [root for root in known if argument in (None, root)]
     fits = [root for root in roots if [path for path, _ in known[root]] == paths]
-    exact = [root for root in fits if _same_types(arguments, known[root], leaves)]
+    exact = [root for root in fits if _same_shapes(arguments, known[root], leaves)]
     if not fits:
         raise PlanMismatch(
             f"The batch of {len(paths)} leaves, first {paths[:3]}, has the structure "
@@ -225,7 +225,7 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
     return tree_unflatten(tree, found)
 
 
-def _same_types(
+def _same_shapes(
     arguments: Arguments, known: Sequence[tuple[str, int]], leaves: Sequence[Any]
 ) -> bool:
     shapes = {i: shape_of(arguments.types[i]) for _, i in known}
@@ -544,7 +544,7 @@ class LoweredStep:
     """A step, lowered under a plan, with its executable if there is one.
 
     Attributes:
-        compiled: executable of a race, an earlier process or `unwidened`; or None.
+        compiled: executable of a race, of a file, or of `unwidened`; or None.
         keep: stores the executable for later processes. None without a folder, for
             several processes, for ``wide=True``, and with host callbacks.
     """
@@ -560,7 +560,7 @@ class LoweredStep:
         """Returns the compiled step; compiles it unless an executable is known.
 
         Args:
-            tell: called before compiling.
+            tell: called before compiling; never if an executable is known.
 
         Raises:
             CfpError: XLA's program may compute wrong results; see `compile_right`.
@@ -595,18 +595,18 @@ def load_or_lower(
 
     Args:
         fingerprint: digest of the planned program's structure; None skips the check.
-        wide: True computes in float32 instead of smaller types, with precise products;
-            arguments and results are float32, too.
+        wide: True computes in float32 instead of narrower floats, with precise
+            products; arguments and results have no narrower floats, either.
         perturbed: with `wide`, as for :func:`cfp.program.widen.widen`.
-        unwidened: with `wide`, the same step compiled without it; used if none of its
-            ops computes in less than float32.
-        raced: a race's program; used if it was compiled from all the same, and the step
-            has no host callbacks.
+        unwidened: with `wide`, the same step compiled without it; used if widening
+            changes nothing, and the step has no host callbacks.
+        raced: without `wide`, a race's program; used if it was compiled from all the
+            same, and the step has no host callbacks.
         planned: operations and environment of the planned program, to name differences.
         environment: folder of tuned kernels and executables.
 
     Raises:
-        PlanMismatch: the step's program differs from the planned one.
+        PlanMismatch: the step's program or results differ from the planned ones.
     """
     like = step, mesh, fingerprint, arg_specs, output_specs, constraints, planned
     lowering, program, ins, outs = _constrained(*like)
@@ -660,7 +660,7 @@ _Shardings = tuple[NamedSharding, ...]
 def checked_shardings(
     step: FlatStep, mesh: Mesh, arg_specs: Sequence[Spec], output_specs: Sequence[Spec]
 ) -> tuple[_Shardings, _Shardings]:
-    """Returns shardings of arguments and results; PlanMismatch if they do not fit."""
+    """Returns shardings of arguments and results; PlanMismatch if one does not fit."""
     ins = shardings(mesh, arg_specs, step.avals)
     results = tree_leaves(step.traced.out_info)
     if len(results) != len(output_specs):

@@ -303,7 +303,7 @@ def constraints_to_json(constraints: Constraints) -> dict[str, Any]:
 
 
 def file_text(plan: Any, here: Collection[str]) -> str:
-    """Returns a plan as JSON text for :func:`read_plan`, without the fields `here`."""
+    """Returns JSON for :func:`read_plan`, without fields `here` and infinite counts."""
     names = [one.name for one in fields(plan) if one.name not in here]
     data = {"format": FORMAT} | {name: getattr(plan, name) for name in names}
     # Unknown numbers are infinite, which JSON cannot store.
@@ -334,7 +334,7 @@ def read_plan(
 
     Args:
         kind: the class of plans.
-        here: names of fields that `data` lacks.
+        here: names of fields that `data` may lack, which then have defaults.
         allowed_options: compiler options to accept beside those known as harmless.
 
     Raises:

@@ -250,7 +250,7 @@ def _placed(arguments: Arguments, i: int, leaf: Any) -> jax.Array:
     dtype, shape = arguments.types[i].partition("[")[0], shape_of(arguments.types[i])
     sharding = arguments.sharding(i, len(shape))
     if isinstance(leaf, jax.Array):
-        if leaf.shape != shape:
+        if leaf.shape != shape or str(leaf.dtype) != dtype:
             raise _other_size(arguments, i, leaf)
         return put(leaf, sharding)
     part = np.asarray(leaf)

@@ -83,6 +83,7 @@ def test_an_argument_is_known_by_its_shape_or_name(plan):
         ),
         (np.ones((4, 4), int), "w", r"w is int64\[4,4\]"),
         (jnp.ones(3), None, r"is float32\[3\]"),
+        (jnp.ones((4, 4), int), "w", r"w is int32\[4,4\]"),
         ({**host_batch(), "x": np.ones((6, 4))}, None, r"float32\[8,4\]"),
     ],
 )

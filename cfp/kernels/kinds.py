@@ -29,7 +29,7 @@ class Proposal(Protocol):
     Attributes:
         site: a part of the program that `Kind.find` found. It has a ``source``; ids of
             all its ``ops``; and ids of the values ``between``, which no kernel returns.
-        keeps_between: True if the kernel keeps ``between`` for the backward pass.
+        keeps_between: True if values like ``between`` stay for the backward pass.
     """
 
     @property
@@ -90,7 +90,7 @@ def usual_kernels(platform: str, for_memory: bool) -> tuple[str, ...]:
 
 
 def known_kernels(allowed: Sequence[str] = KERNELS) -> set[tuple[str, str]]:
-    """Returns the (kind, kernel) pairs that segments may have."""
+    """Pairs (kind, kernel) of allowed names, with variants such as "xla ring"."""
     return {
         (kind.NAME, name)
         for kind in KINDS
@@ -102,7 +102,7 @@ def known_kernels(allowed: Sequence[str] = KERNELS) -> set[tuple[str, str]]:
 def proposals(
     layout: Layout, ops: Collection[int], kernels: SegmentKernels
 ) -> list[Proposal]:
-    """Proposes each (kind, kernel) at its sites in `ops`; leaves out refused ones."""
+    """Proposes each (kind, kernel) at its sites in `ops`, if the layout allows it."""
     program = layout.frame.program
     every = (
         _BY_NAME[kind].propose(program, site, name, layout.axes)
@@ -119,7 +119,7 @@ def resolved(program: Program, mesh: Mesh, constraints: Constraints) -> Constrai
     program, whose constants may differ from those at planning.
 
     Raises:
-        PlanMismatch: the program has no such site, or a kernel cannot compute it here.
+        PlanMismatch: a kernel or its site is missing, or this mesh cannot compute it.
     """
     wanted = {(one.name, one.op): one.functions.how for one in constraints.replaced}
     platform, found = mesh.devices.flat[0].platform, list[Replacement]()

@@ -59,7 +59,7 @@ class Match:
         sizes: {letter: size}.
         between: ids of scores, weights and their gradients, which kernels do not make.
         ops: ids of all ops of the attention.
-        passes: proved passes, forward first; a backward pass makes dq, dk and dv.
+        passes: proved forward passes, if any; then the backward pass, if any.
     """
 
     op: int
@@ -79,10 +79,10 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Range of op ids, first to last, that a kernel replaces by one pass.
+    """Range of op ids, first to last, around the ops of a pass; others may be inside.
 
     Attributes:
-        working_bytes: bytes per device for the pass, without the values that it reads.
+        working_bytes: bytes per device for the pass, without the original operands.
         counted: ids of the pass's results that `working_bytes` includes.
     """
 
@@ -93,17 +93,17 @@ class Span:
 
 
 def usual(platform: str, for_memory: bool) -> tuple[str, ...]:
-    """Names of default kernels, the preferred first.
-
-    `for_memory` adds kernels that only save memory.
-    """
+    """Default kernels, best first; `for_memory` adds those that only save memory."""
     # decisions.md, "Kernels that compute the same are taken without being asked for".
     fast = ("cudnn",) if platform in ("gpu", "cuda", "rocm") else ()
     return (*fast, "chunked") if for_memory else fast
 
 
 def variants(allowed: Sequence[str]) -> list[list[str]]:
-    """Two lists of allowed kernels: NAME gathers keys, "NAME ring" rotates them."""
+    """Lists [[NAME...], ["NAME ring"...]] of allowed kernels, if they are attention's.
+
+    If queries are sharded, NAME gathers keys. A ring rotates keys, and needs that.
+    """
     known = [name for name in allowed if name in KERNELS]
     return [known, [f"{name} ring" for name in known]]
 
@@ -213,7 +213,7 @@ def _is_kept_wide(program: Program, v: int, dtype: Any) -> bool:
 def propose(
     program: Program, match: Match, kernel: str, axes: Mapping[int, FactorAxes]
 ) -> AttentionProposal | str:
-    """Proposes a kernel for an attention under a layout; or returns a reason against.
+    """Proposes a kernel for an attention; or returns why a layout does not allow it.
 
     Args:
         kernel: a name out of `variants`.
@@ -243,7 +243,7 @@ def propose(
 
 
 def read(match: Match, how: Sequence[str]) -> AttentionProposal:
-    """Reads a kernel from a plan's file; raises PlanMismatch if it is unknown."""
+    """Reads a plan's words; raises PlanMismatch for an unknown kernel or role."""
     return AttentionProposal(match, Way.read(how))
 
 
@@ -273,7 +273,7 @@ class AttentionProposal:
         return 1 / prod(sizes[axis] for axis in self._axes(_ROUNDS))
 
     def kernel_ms(self, matmul_ms: float, memory_ms: float) -> float:
-        """Estimates the kernel's time, ms, from that of the original products alone."""
+        """Estimates ms from `matmul_ms`, of the original products, not `memory_ms`."""
         share = _CAUSAL_SHARE if self.site.problem.causal else 1.0
         return matmul_ms * share / KERNELS[self.way.implementation].matmul_share
 
@@ -289,9 +289,8 @@ class AttentionProposal:
     def replacements(self, program: Program) -> tuple[Replacement, ...]:
         """Replacements that compute all passes.
 
-        A backward pass uses the residuals of the last forward pass in its body, if both
-        are the same attention of the same operands. Otherwise it repeats the forward
-        pass.
+        A backward pass uses residuals of the last forward pass in its body that is the
+        same attention of the same operands. Without one it repeats the forward pass.
         """
         passes = self.site.passes
         forward = [one for one in passes if not one.core.is_backward]
@@ -302,7 +301,7 @@ class AttentionProposal:
         return tuple(_replacement(program, self, group) for group in groups)
 
     def spans(self, program: Program, sizes: AxisSizes) -> list[Span]:
-        """Lists each pass's span and memory; [] for kernels without chunks."""
+        """Lists each pass's span, with its memory; [] for kernels without chunks."""
         found = list[Span]()
         if self._scores is not ScoreMemory.CHUNKS:
             return found
@@ -316,9 +315,9 @@ class AttentionProposal:
         return found
 
     def working_bytes(self, sizes: AxisSizes, is_backward: bool) -> int:
-        """Bytes per device for a chunked pass, without the values that it reads.
+        """Bytes per device for a chunked pass, without the original pass's operands.
 
-        The backward pass reads the forward output, too. Float32 gradients count.
+        A backward pass also counts the forward output and float32 gradients.
         """
         problem = self.site.problem
 

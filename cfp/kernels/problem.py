@@ -56,8 +56,8 @@ class Mask:
       query_segments: [batch, query] int32, or None: a query sees keys of its own
         segment only.
       key_segments: [batch, key] int32, or None like `query_segments`.
-      key_lengths: [batch] int32: number of keys of each sequence, for cuDNN; other
-        kernels take segments.
+      key_lengths: [batch] int32: number of keys of each sequence, in place of `keys`.
+        Only cuDNN reads it; other kernels take segments.
     """
 
     causal: bool = _static()
@@ -77,7 +77,7 @@ class Mask:
         return self.causal or any(bound is not None for bound in bounds)
 
     def lengths(self, batch: int) -> Array | None:
-        """Number of keys of each sequence, [batch] int32; None without padding."""
+        """`key_lengths`, by default `keys` for each sequence; None if both are None."""
         if self.key_lengths is not None:
             return self.key_lengths
         return None if self.keys is None else jnp.full(batch, self.keys, jnp.int32)
@@ -104,7 +104,7 @@ def positions_of(given: Array | None, count: int) -> Array:
 
 
 def visible(mask: Mask, queries: int, keys: int) -> Array | None:
-    """True for visible keys, [1 or batch, 1, query, key]; None if all are visible."""
+    """True at seen keys, [1 or batch, 1, query, key]; None: no bounds, no segments."""
     allowed = None
     if mask.by_position:
         query = positions_of(mask.query_positions, queries)[:, None]
@@ -120,7 +120,7 @@ def visible(mask: Mask, queries: int, keys: int) -> Array | None:
 
 
 def may_meet(mask: Mask, query: Array, key: Array) -> Array:
-    """False ([] bool) if no query of a block can see a key, by their positions.
+    """False ([] bool) only if no query of a block can see a key, by their positions.
 
     The test uses the ranges of positions, so it may be True for an invisible block.
     """
@@ -166,9 +166,9 @@ class AttentionProblem:
       left: number of visible positions before the query; None has no bound.
       right: number of visible positions after the query; None has no bound.
       segments: True if tokens have segment ids or keys have lengths.
-      hides_keys: True if `segments` only hides padding keys.
+      hides_keys: True if `segments` hides keys from all queries of a sequence alike.
       bias: True if there is a bias, or a mask [query, key].
-      rounds_bias: True if a cast of the bias to `dtype` may round it.
+      rounds_bias: True if there is a bias, neither of `dtype` nor bool.
       rounds_output: True if the step keeps the output in a wider dtype.
       scale: factor of the products of queries and keys.
       softcap: bound of a score, or None.
@@ -223,7 +223,7 @@ def problem_of(
     """Describes a call of `cfp.attention`; arrays may be ShapeDtypeStructs.
 
     Raises:
-      CfpError: shapes or dtypes do not fit together.
+      CfpError: q, k and v, their segment ids or the bias do not fit together.
     """
     shapes = tuple(tuple(x.shape) for x in (q, k, v))
     fits = (
@@ -339,7 +339,7 @@ class AttentionStrategy:
         """Makes a strategy from {axis: role}, None (no roles), or the only axis's role.
 
         Raises:
-          CfpError: an axis or a role is unknown, or a lone role has several axes.
+          CfpError: an axis or role is unknown, or a lone role's mesh has not one axis.
         """
         if isinstance(given, str):
             given = dict.fromkeys(sizes, given) if len(sizes) == 1 else {"": given}
@@ -401,12 +401,12 @@ class AttentionStrategy:
         )
 
     def segment_specs(self) -> tuple[PartitionSpec, PartitionSpec]:
-        """Shardings of the segment ids of queries and of keys, [batch, tokens]."""
+        """Specs of ids [batch, tokens]: queries' by batch and ring; keys' by batch."""
         batch = self.axes(BATCH) or None
         return PartitionSpec(batch, self.axes(*_SPREAD) or None), PartitionSpec(batch)
 
     def bias_spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Sharding of a bias [batch, heads, queries, keys], by batch and heads."""
+        """Shards batch and heads, unless 1, of a bias [batch, heads, queries, keys]."""
         heads = self.axes(HEADS) + self.axes(ULYSSES)
         return PartitionSpec(
             (self.axes(BATCH) or None) if shape[0] > 1 else None,
@@ -414,7 +414,7 @@ class AttentionStrategy:
         )
 
     def refusal(self, problem: AttentionProblem, kernel: Kernel) -> str | None:
-        """Reason why the strategy cannot compute a problem by a kernel, or None."""
+        """Reason against the strategy, or None; the kernel itself may still refuse."""
         for roles, name in ((_SPREAD, "ring or gathering"), ((ULYSSES,), "Ulysses")):
             if len(self.axes(*roles)) > 1:
                 return f"there is one axis for {name}, not {len(self.axes(*roles))}"

@@ -6,11 +6,11 @@ state of the masks it is a constant, plus a multiple of the score, plus biases. 
 steps are the same at all positions. So the proof compares their results on a few
 positions, for numbers of all kinds, with a softmax of this argument.
 
-`Reader` translates masks and biases of a proved pass to arguments of kernels. A
+`Reader` translates masks and constant biases of a proved pass to kernels' arguments. A
 constant mask is evaluated at all positions: it hides nothing, is causal, is a window,
 or is another pattern. Other masks and biases are passed as the program's values. A mask
-that hides keys from all queries alike is passed by key. A comparison of key positions
-with lengths is passed as the lengths.
+that hides keys from all queries and heads alike is passed by key. A comparison of key
+positions with lengths is passed as the lengths.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Table:
 
     Attributes:
         argument: number of the step that makes the argument.
-        masks: sides that hide keys, with their possible states (values).
+        masks: sides of few values, which may hide keys, with these values (states).
         biases: sides that are added, with their factors.
         visible, hidden: combinations of the masks' states that show, or hide, a key.
         passing: combinations with which the argument depends on the score.
@@ -91,7 +91,7 @@ def prove(core: Core) -> Table:
     """Proves that a pass is an attention; returns its softmax's argument.
 
     Raises:
-        Different: the pass computes something else.
+        Different: the pass is no attention, or it cannot be proved.
     """
     proved, form = core.every.values.known, _form(core)
     if form not in proved:
@@ -127,10 +127,10 @@ def _form(core: Core) -> tuple:
 
 
 def states_of(core: Core, key: Key) -> States | None:
-    """Values that a mask may have at a position; None for a bias.
+    """Values that a side may have if they are few, which makes it a mask; else None.
 
     Raises:
-        Different: the side is neither a mask nor a bias.
+        Different: it is not bool, f32, bf16 or f16, or a constant cannot be evaluated.
     """
     values, v = core.every.values, core.sides[key].node[0]
     dtype = core.every.program.values[v].dtype
@@ -154,7 +154,7 @@ def _distinct(x: np.ndarray) -> States | None:
 
 
 def _made_of_bools(values: Values, v: int, most: int = _MOST_OPS) -> States | None:
-    """Possible values of a float that is computed from bools alone; None for others.
+    """Values that a bool, or a short formula of bools and numbers, may have; or None.
 
     Operands count as independent, since their iterations or positions may differ.
     """
@@ -177,7 +177,7 @@ def _made_of_bools(values: Values, v: int, most: int = _MOST_OPS) -> States | No
 
 
 def _table(core: Core) -> Table:
-    """Computes the argument for all states of masks; raises Different if not linear."""
+    """Computes the argument for all states of masks; Different if no attention's."""
     states = {key: states_of(core, key) for key in core.sides}
     masks = {key: own for key, own in states.items() if own is not None}
     biases = [key for key, own in states.items() if own is None]
@@ -258,7 +258,7 @@ def _sum(step: Step, reads: list[np.ndarray]) -> np.ndarray | None:
 
 
 def _argument(core: Core, sums: Mapping[Arg, Any]) -> int:
-    """Number of the only linear step of the score that non-linear steps read."""
+    """Number of the one linear step of the score that others read; else Different."""
     found: set[int] = set()
     others = (step for n, step in core.steps.items() if sums[n] is None)
     for arg in (a for step in others for a in step.args if isinstance(a, int)):
@@ -275,7 +275,7 @@ def _argument(core: Core, sums: Mapping[Arg, Any]) -> int:
 
 
 def _compare(core: Core, table: Table, is_rounded: bool) -> None:
-    """Compares outputs with a reference attention; raises Different if they differ."""
+    """Raises Different if outputs, in float64 or rounded, are not an attention's."""
     known, values = _drawn(core, table, is_rounded), core.every.program.values
     results = [values[step.op.results[0]] for step in core.steps.values()]
     close = max(_ROUNDED[v.dtype] for v in results) if is_rounded else _CLOSE
@@ -292,7 +292,6 @@ def _compare(core: Core, table: Table, is_rounded: bool) -> None:
 
 
 def _norm(x: np.ndarray) -> np.ndarray:
-    """L2 norms of the items of an array's first dim, which are draws."""
     return np.sqrt(np.square(x).reshape(len(x), -1).sum(axis=1))
 
 
@@ -301,7 +300,8 @@ def _drawn(core: Core, table: Table, is_rounded: bool) -> dict[Key, np.ndarray]:
 
     Values that are not proved equal get different numbers. Masks are random,
     and show few to nearly all keys. In some draws the first query sees no key or all,
-    for each combination of states. If rounded, all queries see the first key.
+    for each combination of states. If rounded, there are no such draws: scores are of
+    usual size, and all queries see the first key.
     """
     random, roots = np.random.default_rng(7), core.roots
     kinds = ["usual"] if is_rounded else _KINDS
@@ -343,7 +343,7 @@ def _shape(draws: int, letters: Sequence[str]) -> list[int]:
 def _reference(
     core: Core, known: Mapping[Key, Any], table: Table
 ) -> dict[str, np.ndarray]:
-    """Output or gradients by the textbook's formulas, from products of q and k."""
+    """Output, or gradients, of a softmax of the pass's argument, by the textbook."""
     roots = {name: known[key] for name, key in core.roots.items()}
     pairs = core.steps[core.scores].letters
     scores = contracted(roots["q"], roots["k"], pairs)
@@ -383,7 +383,7 @@ class Proved:
 
     Attributes:
         core: the pass's steps.
-        reads: the masks and biases that a kernel reads, in the order of meaning.sides.
+        reads: masks, lengths and biases that a kernel reads, in order of meaning.sides.
     """
 
     core: Core
@@ -392,7 +392,7 @@ class Proved:
 
 
 def heads_of(one: Core) -> str:
-    """Letter of the key heads; "" if all query heads share one."""
+    """Letter of key heads: keys' last batch dim; "" if all query heads share one."""
     letters = {x for t in one.reads.values() for x in t.letters if x}
     batch = [x for x in letters if x[0] == "b"]
     if len(batch) < 2 and sum(x[0] == "q" for x in letters) > 1:
@@ -419,8 +419,8 @@ class Reader:
         """Returns the pass with its meaning.
 
         Raises:
-            Different: a mask is not read in the pass's body; a bias would be rounded;
-                or a query may see no key, and no kernel gives the program's output.
+            Different: a mask, a bias or the output without visible keys fits no kernel.
+            NotConstant: a constant mask cannot be evaluated.
         """
         table, core = self.table, self.core
         self._check_biases()
@@ -475,7 +475,7 @@ class Reader:
         return {tuple(one[i] for i in places) for one in self.table.visible}
 
     def _read(self, key: Key) -> tuple[Tensor, Letters]:
-        """The smallest tensor of a mask or bias in the pass's body, and its letters."""
+        """A side's smallest tensor in the body, and its letters; Different if none."""
         side, op_of = self.core.sides[key], self.program.ops
         here = [x for x in side.reads if op_of[x.use[0]].parent == self.core.parent]
         if not here:
@@ -509,7 +509,7 @@ class Reader:
         return x.reshape(-1, *x.shape[-2:])
 
     def _is_causal(self, v: int, letters: Letters, shows: bool) -> bool:
-        """True if a comparison, equal to `shows` at visible keys, is a causal mask.
+        """True if a comparison, equal to `shows` at visible keys, is proved causal.
 
         Along rising numbers a comparison changes once. So two keys of each query decide
         it: its own must be visible, and the next hidden.
@@ -531,7 +531,7 @@ class Reader:
         return bool(rises and own.all() and not after.any())
 
     def _window_of(self, seen: np.ndarray) -> Window | None:
-        """Returns (causal, left) of a mask [queries, keys]; None for other patterns."""
+        """(causal, left) if a mask [queries, keys] shows all or is causal; or None."""
         if seen.all():
             return False, None
         count = self.sizes["k"]
@@ -568,7 +568,7 @@ class Reader:
         return fixed, others
 
     def _below(self, op: Op, index: int, letters: Letters) -> Tensor:
-        """An operand, or the smaller value that it broadcasts."""
+        """An operand, or the value in the op's body that views make it from."""
         return self.core.every.reads_of(op, index, letters)[-1]
 
     def _lengths(self, read: Tensor) -> tuple[Tensor, Letters] | None:
@@ -591,7 +591,7 @@ class Reader:
         return (last, letters) if is_i32 and {*letters} <= self._batch else None
 
     def _check_biases(self) -> None:
-        """Raises Different if a kernel would round biases, or a bias may hide all keys.
+        """Raises Different for two biases, or a computed, rounded or very large one.
 
         Rounding changes weights if all scores of a query are very low.
         """

@@ -123,7 +123,7 @@ class Race:
             check = partial(check_sites, context, program, replacing[0])
             checking = pool.start("a replaced part", check)
             results = compile_programs(self.builder, programs)
-            checking.result()
+            checking.exception()  # A kernel that fails here fails its program, too.
         return results
 
     def time(

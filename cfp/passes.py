@@ -131,7 +131,7 @@ class Analyzed:
     """A step, traced and analysed.
 
     Attributes:
-            mesh: the devices, real or described.
+        mesh: the devices, real or described.
         analysis: the step's blocks and segments (repeated runs of blocks).
         seconds: time of tracing and analysing, and of making `profiles` if given.
         profiles: estimated profiles that replace the profile pass; None without.
@@ -584,7 +584,7 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
 
     Candidates are the preset with kernels, if some can replace ops, and without, since
     a kernel may fail or be slower. Without a race, the faster by estimate comes first.
-    If nothing is compiled or decided by estimates, only the one without is returned.
+    If nothing is compiled, and estimates do not decide, no kernels are tried.
 
     Raises:
         OptionError: the program has no such preset, or has it by another name.

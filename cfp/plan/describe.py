@@ -179,7 +179,7 @@ def uneven_arguments(layout: Layout) -> tuple[str, ...]:
 
 
 def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
-    """Lists batch arguments that no axis divides, if ops could shard one of them."""
+    """Lists batches, except `named`, that no axis divides, if ops could shard one."""
     frame = layout.frame
     program, sizes = frame.program, frame.mesh
     found = {}

@@ -243,7 +243,7 @@ def propose(
 
 
 def read(match: Match, how: Sequence[str]) -> AttentionProposal:
-    """Reads a plan's words; raises PlanMismatch for an unknown kernel or role."""
+    """Reads words of `Way.how`; raises PlanMismatch for an unknown kernel or role."""
     return AttentionProposal(match, Way.read(how))
 
 

@@ -401,7 +401,7 @@ class AttentionStrategy:
         )
 
     def segment_specs(self) -> tuple[PartitionSpec, PartitionSpec]:
-        """Specs of ids [batch, tokens]: queries' by batch and ring; keys' by batch."""
+        """Specs of query ids, by batch and `spread`, and of key ids, by batch alone."""
         batch = self.axes(BATCH) or None
         return PartitionSpec(batch, self.axes(*_SPREAD) or None), PartitionSpec(batch)
 

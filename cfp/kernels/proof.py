@@ -177,7 +177,7 @@ def _made_of_bools(values: Values, v: int, most: int = _MOST_OPS) -> States | No
 
 
 def _table(core: Core) -> Table:
-    """Computes the argument for all states of masks; Different if no attention's."""
+    """Computes the argument by states of masks; Different if no attention has it."""
     states = {key: states_of(core, key) for key in core.sides}
     masks = {key: own for key, own in states.items() if own is not None}
     biases = [key for key, own in states.items() if own is None]

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
+from shutil import which
 from typing import Any, NoReturn
 
 import jax
@@ -47,7 +48,7 @@ def environment() -> dict[str, Any]:
     installed = {one.name: one.version for one in metadata.distributions()}
     root = Path(__file__).parents[2]
     commit = None
-    if (root / ".git").exists():
+    if (root / ".git").exists() and which("git"):
         git = ["git", "-C", str(root), "rev-parse", "HEAD"]
         done = subprocess.run(git, capture_output=True, text=True, check=False)
         commit = done.stdout.strip() or None

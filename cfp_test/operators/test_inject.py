@@ -1,6 +1,7 @@
 """GPT-2 and BERT with operators put in: the same outputs and gradients."""
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 from cfp.errors import CfpError
 from cfp.operators import inject as injecting
 from cfp.operators.inject import Policy, inject, injection, parts, register_policy
+from cfp.operators.operator import Refused
 from cfp_test.operators import models_linen, models_nnx
 from cfp_test.operators.compiling import SOON
 from cfp_test.support.covering import at_night
@@ -191,6 +193,14 @@ class Mine(Policy):
 
     def build(self, part):
         return lambda parameters, x: x
+
+
+def test_a_call_with_more_positional_arguments_is_refused():
+    """The sixth of BERT's attention turns dropout on."""
+    part = SimpleNamespace(config=SimpleNamespace(attention_probs_dropout_prob=0.5))
+    run = parts.HFBertSelfAttention({}).build(part)
+    with pytest.raises(Refused, match="gets 6 positional arguments"):
+        run({}, jnp.ones((2, 4, 8)), None, None, None, False, False)
 
 
 def test_nothing_replaced_is_an_error_if_it_is_to_be():

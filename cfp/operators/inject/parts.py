@@ -104,6 +104,8 @@ class _OfHF(Policy):
         """Returns a replacement; refuses dropout, options, masks not `right_padded`."""
 
         def replacement(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            if len(args) > len(self.takes):
+                raise Refused(f"gets {len(args)} positional arguments, not supported")
             given = {**dict(zip(self.takes, args, strict=False)), **kwargs}
             hidden, mask = given.pop("hidden_states"), given.pop("attention_mask", None)
             rates = [getattr(part.config, name, 0.0) for name in self.drops]

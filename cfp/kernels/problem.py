@@ -168,7 +168,7 @@ class AttentionProblem:
       segments: True if tokens have segment ids or keys have lengths.
       hides_keys: True if `segments` hides keys from all queries of a sequence alike.
       bias: True if there is a bias, or a mask [query, key].
-      rounds_bias: True if there is a bias, neither of `dtype` nor bool.
+      rounds_bias: True if there is a bias of another dtype than `dtype`.
       rounds_output: True if the step keeps the output in a wider dtype.
       scale: factor of the products of queries and keys.
       softcap: bound of a score, or None.
@@ -223,7 +223,7 @@ def problem_of(
     """Describes a call of `cfp.attention`; arrays may be ShapeDtypeStructs.
 
     Raises:
-      CfpError: q, k and v, their segment ids or the bias do not fit together.
+      CfpError: q, k, v, ids or the bias do not fit, or ids and key lengths are given.
     """
     shapes = tuple(tuple(x.shape) for x in (q, k, v))
     fits = (

@@ -1,9 +1,9 @@
-"""Puts a plan into a lowered step: sharding constraints, and rematerialization.
+"""Puts a plan into a lowered step: constraints, rematerialization and kernels.
 
 Shardings are ``sdy.sharding_constraint`` ops: sharding attributes on inner ops are lost
 before Shardy's propagation runs.
 
-To rematerialize, forward ops that a backward pass reads are cloned before it, as
+To rematerialize, forward ops are cloned before the backward ops that read them, as
 ``jax.checkpoint`` does while tracing. The clones' operands go through an
 ``optimization_barrier``, together with the gradients that enter. Then XLA neither
 merges the clones with the originals nor runs them early, and frees the originals'
@@ -39,7 +39,7 @@ _NOT_REPEATABLE = ("custom_call", "rng")
 
 @dataclass(frozen=True, slots=True)
 class Rematerialization:
-    """Ids of top-level ops to rematerialize, and of backward ops that read them."""
+    """Ids of top-level forward ops to clone, and of backward ops that may read them."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -63,7 +63,7 @@ class Constraints:
 
 
 def partition_spec(spec: Spec, rank: int | None = None) -> PartitionSpec:
-    """Converts a spec to JAX's; drops dims beyond `rank`, such as those of key data."""
+    """Converts a spec to JAX's, without trailing None and dims beyond `rank`."""
     dims = spec if rank is None else spec[:rank]
     parts = [
         None if not names else names[0] if len(names) == 1 else names for names in dims
@@ -122,9 +122,9 @@ class Inserter:
         self._resharded: dict[tuple[int, Spec], ir.Value] = {}
 
     def insert(self, constraints: Constraints) -> None:
-        """Constrains values at their makers, then uses with another sharding.
+        """Constrains values at their makers, then again for the readers in `uses`.
 
-        The order is that of the program, so that equal constraints make equal modules.
+        The order is that of ids, so that equal constraints make equal modules.
         """
         # Uses are resolved first, while ops still read the unconstrained values.
         slots = {use: self._slot(*use) for use in constraints.uses}
@@ -181,8 +181,8 @@ class Inserter:
 def _mesh_symbol(module: ir.Module, program: Program, mesh: Mesh | AbstractMesh) -> str:
     """Returns the name of the module's mesh with these axes; adds it if missing.
 
-    Axes of one device do not count, since Shardy may leave them out. A module with one
-    other mesh is changed to these axes, if no region is sharded by hand.
+    That mesh may have further axes of one device. If none fits, a module's only mesh
+    is changed to these axes, unless a region is sharded by hand.
     """
     axes = ", ".join(f'"{name}"={size}' for name, size in mesh.shape.items())
     meshes = [o.operation for o in module.body if o.operation.name == "sdy.mesh"]
@@ -205,13 +205,13 @@ def _mesh_symbol(module: ir.Module, program: Program, mesh: Mesh | AbstractMesh)
 def rematerializable(
     program: Program, ops: Iterable[int], turn: int, within: Set[int] | None = None
 ) -> Rematerialization | None:
-    """Returns forward ops to rematerialize; None if backward ops of `ops` read none.
+    """Returns all repeatable forward ops of `ops`; None if its backward ops read none.
 
-    Cheap ops from elsewhere that make operands of these are rematerialized, too.
+    Cheap ops from elsewhere that can make operands of these are included.
 
     Args:
         ops: ids of top-level ops of both passes, such as those of a segment.
-        turn: id of the backward pass's first op.
+        turn: ops with this id and higher ids are the backward pass.
         within: ids of ops that may be rematerialized from elsewhere; None for all.
     """
     mine = set(ops)
@@ -243,9 +243,9 @@ def _read(program: Program, values: Iterable[int], ops: Set[int]) -> set[int]:
 
 
 def repeatable(program: Program, op_id: int) -> bool:
-    """True if an op may be computed twice: no loop, branch, custom call, random state.
+    """True if an op may be computed twice: no loop, branch, custom call, or `rng` op.
 
-    Calls of custom_partitioning ops may, since they have no effects.
+    True for calls of custom_partitioning ops, since they have no effects.
     """
     op = program.ops[op_id]
     is_known = PARTITIONED.search(op.attributes) is not None
@@ -255,13 +255,13 @@ def repeatable(program: Program, op_id: int) -> bool:
 def rematerialize(
     program: Program, ops: Sequence[ir.Operation], wanted: Sequence[Rematerialization]
 ) -> dict[int, ir.Operation]:
-    """Clones forward ops before the backward ops, which then read the clones.
+    """Clones needed forward ops before the backward ops, which then read the clones.
 
     Args:
         ops: the program's ops in the module, with constraints inserted.
 
     Returns:
-        {id of an op: its clone}.
+        {id of a cloned op: its last clone}.
     """
     clones: dict[int, ir.Operation] = {}
     fixed = {ops[leaf] for leaf in program.leaf_ops}
@@ -322,7 +322,7 @@ class _Rematerializer:
         return found
 
     def _is_cloned(self, value: ir.Value) -> bool:
-        """True for a result of an op to rematerialize, and a constrained argument."""
+        """True for results to rematerialize, and constraints of these or arguments."""
         owner = maker = owner_of(value)
         while maker is not None and maker.name == _CONSTRAINT:
             maker = owner_of(maker.operands[0])
@@ -339,7 +339,7 @@ class _Rematerializer:
         return sorted(filter(None, owners), key=lambda op: self.place[op])
 
     def _signals(self, made: set[ir.Value]) -> dict[ir.Value, None]:
-        """Returns, as keys, gradients that readers take; clones wait for them."""
+        """Returns, as keys, readers' operands made since the forward ops: gradients."""
         turn = max(self.place[op] for op in self.number)
         end = self.place[self.readers[0]]
         return {
@@ -372,7 +372,7 @@ _MOST_OPS = 64
 def makeable(
     program: Program, values: Iterable[int], within: Set[int] | None = None
 ) -> dict[int, set[int]]:
-    """Finds values that cheap ops can compute again from other values.
+    """Finds values that a few cheap ops can compute again from other values.
 
     For example, a norm is computed from the residual stream that it reads.
 
@@ -381,8 +381,8 @@ def makeable(
         within: ids of ops that may be computed again; None for all.
 
     Returns:
-        {value that can be computed from the remaining values and arguments: ids of ops
-        that do}.
+        {value that is computed from the remaining values, arguments and constants: ids
+        of ops that do}. Arguments and constants need none.
     """
     rest = set(values)
     found = {}
@@ -423,7 +423,7 @@ def _ops_from(
 
 
 def misfit(program: Program, mesh: Mesh, constraints: Constraints) -> str | None:
-    """Describes the first constraint that does not fit a program; None if all do."""
+    """Describes a misfit of ids, ranks, axes or rematerialized ops; None without."""
     ops = program.ops
     read = {(op.id, i): v for op in ops for i, v in enumerate(op.reads)}
     specs = [(f"value {v}", v, spec) for v, spec in constraints.values.items()]
@@ -486,7 +486,7 @@ def propagate(
 ) -> dict[int, Spec]:
     """Returns {value id: sharding} by Shardy's propagation, without compiling.
 
-    Values without a sharding may be absent.
+    Arguments of loops are absent; values without a sharding may be.
 
     Args:
         mesh: (axis, size) pairs.
@@ -515,7 +515,7 @@ def _propagated(
     given: tuple[Any, ...],
     constrained: tuple[int, ...],
 ) -> tuple[Mapping[int, Spec], bool]:
-    """Returns propagated shardings by value id; True if propagation splits an axis."""
+    """Returns shardings by value id, and if propagation splits an axis."""
     of_results = len(program.args) + len(program.outputs)
     known = dict(zip(program.args, given, strict=False))
     values = dict(zip(constrained, given[of_results:], strict=True))

@@ -4,7 +4,7 @@ In a training loop a step takes its last results, and a batch. Last results, and
 arguments passed before and not overwritten, have the right type, sharding and memory. A
 step keeps weak references to these expected arrays, and examines only other objects.
 
-Arguments that share memory are copied if the step may overwrite one of them
+Of arguments that share memory, later ones are copied if the step may overwrite one
 (:class:`Apart`), such as weights and a moving average that begins with them:
 ``jax.device_put`` may return another array over the same buffers. Otherwise XLA ends
 the process (jaxlib 0.10.2 on virtual CPU devices: "Attempt to donate the same buffer
@@ -60,7 +60,7 @@ class Apart:
         }
 
     def separate(self, leaves: list[jax.Array], unknown: Iterable[int]) -> list[int]:
-        """Replaces items of `leaves` that share donated memory by copies.
+        """Replaces leaves by copies if they share donated memory with earlier leaves.
 
         Args:
             unknown: indices of leaves that may share memory with any leaf; no two of
@@ -91,7 +91,7 @@ def _piece(aval: jax.ShapeDtypeStruct, sharding: Sharding) -> Any:
 
 
 def _buffers(array: jax.Array) -> set[tuple[int, int]]:
-    """Returns (device id, address) of each shard in this process."""
+    """Returns (device id, address) of each shard in this process, except empty ones."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     return {
@@ -118,11 +118,11 @@ def _nothing() -> None:
 
 
 class _Memory(NamedTuple):
-    """Weak references after a call, to arrays of which no two share memory.
+    """Weak references after a call, to arrays that do not share donated memory.
 
     Attributes:
         expected: for each argument leaf the array that needs no examination.
-        kept: for each argument leaf the passed array, if it was not overwritten.
+        kept: for each argument leaf the passed array, if not donated, moved or copied.
         results: results of the step.
         order: for each argument leaf the index in ``kept + results`` of `expected`.
         foreign: indices of argument leaves that were new, not donated, and no results.
@@ -148,7 +148,7 @@ class Placed(NamedTuple):
 
     Attributes:
         leaves: passed arrays, or copies.
-        changed: indices of leaves that were unknown from the last call, or copied.
+        changed: indices of `Look.new`, and of leaves that were copied.
         kept: indices in `changed` of passed arrays that the step does not overwrite.
         memory: references of the last call, for `remember` to update.
     """
@@ -215,7 +215,7 @@ class Dispatch:
         """Moves leaves to the step's shardings, and copies shared donated memory.
 
         Raises:
-            PlanMismatch: an array is deleted, has another type, or is a tracer.
+            PlanMismatch: a leaf is deleted, a tracer, or of another type and sharding.
         """
         leaves, new, memory = look
         placed, changed = leaves, new
@@ -287,7 +287,7 @@ class Dispatch:
     def _looked_up(self, look: Look, there: set[int]) -> tuple[_Memory, Sequence[int]]:
         """Returns updated memory, and indices of new leaves that may share memory.
 
-        A new leaf that is a result of the last call is expected as such in the next.
+        If leaf i was the last call's result j, the next may expect its result j at i.
         `there` has indices of new leaves that were not moved.
         """
         _, new, memory = look

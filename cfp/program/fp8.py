@@ -1,16 +1,16 @@
 """Products of a step in FP8: both operands scaled by their largest magnitude.
 
-A product takes part if one operand is a parameter and the other of the batch, or if it
-is the gradient of such a parameter. Operands of forward products are rounded to e4m3 (3
-bits of mantissa), cotangents to e5m2 (2 bits). A scale is a power of two, so that
-scaling itself rounds nothing; sums are in float32, or in fewer bits by cuBLASLt.
+A 16-bit product may take part if it is of a parameter and the batch, or the gradient of
+such a parameter. Cotangents are rounded to e5m2 (2 bits of mantissa), other operands to
+e4m3 (3 bits). A scale is a power of two, so that scaling itself rounds nothing. Sums
+are in float32, or in fewer bits by cuBLASLt.
 
 An operand is quantized once, at its maker. Forward and backward products read the same
-copy, and only the copy is kept between them.
+copy. Only the copy is kept between them, if they alone read the operand.
 
 Each rewritten product ``C = A B`` is the product of ``q(A)`` and ``q(B)``, with
 ``|q(a) - a| <= u |a| + e max|A|``; ``u`` is 2**-4 and ``e`` 2**-17 for e4m3, 2**-3 and
-2**-31 for e5m2. ``docs/fp8.md`` has the limits.
+2**-31 for e5m2. ``docs/fp8.md`` has the limits, and another bound for float16.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class _Product:
 
     Attributes:
         roots: for each operand the value that it is a view, slice or cast of.
-        weight: index of a parameter's operand, if the other is of the batch; else -1.
+        weight: index of the operand that is a parameter, the other of the batch; or -1.
         gradient: index of the operand that is a cotangent; -1 if none or both are.
-        parameters: indices of the parameters that are operands, or whose gradient the
-            result is.
+        parameters: argument index of operand `weight`, or indices of the parameters
+            whose gradient the result is.
         needs: for each operand a bit mask of what it depends on: bit 0 is cotangents,
             then a bit for each product, then one for each argument.
     """
@@ -95,7 +95,7 @@ def rewrite(
 ) -> dict[str, dict[str, int]]:
     """Moves products to FP8 in place; returns {`TAKEN` or reason: {path: number}}.
 
-    All 16-bit products count. Paths are of parameters, * for digits; "" without one.
+    Each 16-bit product counts once, by its parameter's path (* for numbers) or "".
 
     Raises:
         OptionError: a path that is left out matches no argument.
@@ -158,8 +158,8 @@ FP8 = Precision(
 def _last(products: Sequence[_Product], block: ir.Block) -> Set[int]:
     """Returns indices of the parameters of the last layer.
 
-    No other forward product depends on theirs. One of their backward products, if any,
-    depends on no other backward product.
+    No other forward product of a parameter depends on theirs. One of their backward
+    products, if any, depends on no other backward product.
     """
     bits = {one: 2 << i for i, one in enumerate(products) if min(_sizes(one.op)) > 1}
     forward = {p: reduce(or_, p.needs) for p in bits if p.weight >= 0 > p.gradient}
@@ -227,7 +227,7 @@ def _classified(module: ir.Module) -> list[_Product]:
 
     A parameter is an argument of which the step returns a gradient or a new value. A
     new value has its shape, and depends on it, and on a gradient or no product. Of
-    several arguments, a gradient is of one of its dtype. Other arguments are the batch.
+    several arguments, a gradient is of those of its dtype. Others are the batch.
     """
     every, block = shardy.walk(shardy.main_function(module)), shardy.main_block(module)
     ops = [op for op in every if op.name == "stablehlo.dot_general"]
@@ -342,7 +342,7 @@ def _parts(op: ir.Operation) -> list[ir.Value]:
 
 
 def _root(value: ir.Value) -> ir.Value:
-    """Follows views, slices, casts and loops back to the original value."""
+    """Follows views, slices, casts, zero masks and loops to the original value."""
     while (source := _source(value)) is not None:
         value = source
     return value
@@ -457,13 +457,13 @@ def _lowered(aval: jax.ShapeDtypeStruct, kind: str) -> str:
 
 
 def quantize(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
-    """Rounds an array to ``float8_e4m3fn`` or ``float8_e5m2``, behind a barrier.
+    """Scales and rounds an array to ``float8_e4m3fn`` or ``float8_e5m2``.
 
-    Without it, XLA transposes 16-bit numbers.
+    A barrier follows; without it, XLA transposes 16-bit numbers.
 
     Returns:
-        The rounded ``x / scale``, and the scale: a power of two in float32 that the
-        dtype of ``x`` represents, too.
+        The rounded ``x / scale``, and the scale by the largest finite magnitude: a
+        power of two in float32 that the dtype of ``x`` represents, too.
     """
     finite = lax.select(lax.is_finite(x), lax.abs(x), lax.full_like(x, 0))
     largest = lax.reduce_max(finite, tuple(range(x.ndim))).astype(jnp.float32)
@@ -496,7 +496,7 @@ def _stacks(taken: Sequence[_Product]) -> dict[ir.Operation, ir.Operation]:
 
 
 def _write_of(read: ir.Operation) -> ir.Operation | None:
-    """Returns the op that writes the stack of `read`; None if not for it alone."""
+    """Returns an earlier loop's op that writes a stack for `read` alone, or None."""
     if read.name != "stablehlo.dynamic_slice":
         return None
     stack: Any = read.operands[0]

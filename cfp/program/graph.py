@@ -107,7 +107,7 @@ class Op:
             returns, one case after another.
         entries: value ids of arguments of a loop's condition, then of its body.
         body: ids of the ops in the regions, also of those in inner regions.
-        rule: sharding rule; None for an opaque op and for ops with regions.
+        rule: sharding rule; None for opaque ops, loops and branches.
         scope: JAX's name stack, such as ``jit(step)/jvp(Net)/Dense_0/dot_general``.
         source: ``file:line`` of the user's code; "" for kinds that no message names.
         parent: id of the loop or branch around the op, or -1.
@@ -194,8 +194,8 @@ class Precision:
         pattern: regular expression of what users give.
         syntax: what users may give, for messages.
         rewrite: rewrites a module, given what the user gave, the arguments' paths, and
-            the mesh. Returns {outcome: {path of a parameter: 16-bit products}}; paths
-            have * for numbers, and are "" if no parameter is multiplied.
+            the mesh. Returns {outcome: {path of a parameter: number of products}} of
+            16-bit products; paths have * for numbers, and are "" without parameter.
         taken: outcome of rewritten products.
         element: first letters of the element types of quantized numbers.
         options: compiler options of programs with rewritten products.
@@ -246,12 +246,12 @@ class Program:
         arg_names, output_names: paths in the user's pytrees.
         alias: for each argument the index of the output that reuses its memory
             (a donated argument), or None.
-        text: the normalised module, parseable, with locations.
+        text: the normalised module as MLIR bytecode, with locations; empty in `Manual`.
         content: sha256 over all functions and constants, the key of compiled programs.
         name: name of the module, from the user's function.
         rewritten: cfp's changes to the step as JAX lowered it.
-        given: for each argument the bytes of its example, if it is a scalar or a small
-            mask; empty bytes for others. () without examples.
+        given: for each argument the bytes of its example, if it is a concrete scalar or
+            small mask; empty bytes for others. () if `trace` did not set it.
         arg_avals, output_avals: JAX's types of arguments and results, with the types of
             random keys and weak types.
         arg_memory, output_memory: kind of host memory of each, or "".
@@ -280,8 +280,8 @@ class Program:
     def fingerprint(self) -> str:
         """Digest of the structure of all ops, the key of plans.
 
-        Shardings do not count, nor constants, except for trip counts and indices; see
-        `cfp.program.read`.
+        Not included are shardings, except of regions sharded by hand, and constants,
+        except for trip counts and indices; see `cfp.program.read`.
         """
         types = [str(self.values[v]) for v in self.args]
         digest = hashlib.sha256(repr((types, self.args, self.outputs)).encode())
@@ -318,7 +318,7 @@ class Program:
 
     @cached_property
     def leaf_ops(self) -> frozenset[int]:
-        """Ids of constants, iotas and ops of these alone, without loops and calls.
+        """Ids of constants, iotas, ops of these alone; no loop, branch, call or `rng`.
 
         They are cheap to repeat, so that their readers may be sharded differently.
         """
@@ -348,7 +348,7 @@ class Program:
         return self.values[value].producer in self.leaf_ops
 
     def decides(self, value: int) -> bool:
-        """True if a scalar enters a loop or selects a case, also via other scalars."""
+        """True if a loop or a case's index reads a scalar, also via other scalars."""
 
         def further(v: int) -> list[int]:
             users = () if self.shape(v) else self.users[v]
@@ -383,7 +383,7 @@ class Program:
         return self.ops[self.top_level(op)].repeat
 
     def uses(self, value: int) -> list[tuple[int, int]]:
-        """Returns `users` of a value; for a loop in `opened`, the users inside it."""
+        """Returns `users` of a value; in place of a loop in `opened`, those inside."""
         found: list[tuple[int, int]] = []
         for user, index in self.users[value]:
             op = self.ops[user]
@@ -443,7 +443,7 @@ _DTYPES = {
 
 
 def numpy_dtype(element: str) -> np.dtype:
-    """Returns the dtype of an MLIR element type; raises ValueError if unknown."""
+    """Returns the dtype of an MLIR element type; ValueError or TypeError if unknown."""
     if element in _DTYPES:
         return jnp.dtype(_DTYPES[element])
     if element[:2] in ("f8", "f6", "f4"):
@@ -464,7 +464,7 @@ _SCORES = ("cudnn_fmha_backend_config", "intermediate_tensor_shape", "dimensions
 
 
 def op_flops(program: Program, op: Op) -> int:
-    """Counts FLOPs of all runs of a contraction or call in one step, on all devices."""
+    """Counts FLOPs of a contraction or `call_flops` op in one step, on all devices."""
     if op.manual is not None or PARTITIONED.search(op.attributes):
         return call_flops(op) * op.repeat
     rule = op.known_rule
@@ -484,7 +484,7 @@ def op_flops(program: Program, op: Op) -> int:
 
 
 def is_dequantized(program: Program, op: Op) -> bool:
-    """True if an op widens 8-bit floats, or multiplies widened ones by their scale."""
+    """True if an op widens 8-bit floats, or multiplies widened ones, as by a scale."""
     if op.kind == "multiply":
         cast = program.maker(op.operands[0])
         return cast is not None and is_dequantized(program, cast)
@@ -493,7 +493,7 @@ def is_dequantized(program: Program, op: Op) -> bool:
 
 
 def product_dtype(program: Program, op: Op) -> str:
-    """Returns the element type of a product's first operand; f8 if dequantized."""
+    """Returns the element type of a product's first operand, before dequantization."""
     value = op.operands[0]
     while (maker := program.maker(value)) and is_dequantized(program, maker):
         value = maker.operands[0]
@@ -540,7 +540,7 @@ def _inner_flops(program: Program, record: Op, op: ir.Operation) -> int:
 
 
 def path_matches(path: str, pattern: str) -> bool:
-    """True if a glob matches a path or its last parts; a final /value is optional."""
+    """True if a glob matches a path or its last parts, with or without its /value."""
     parts = path.split("/")
     ends = ["/".join(parts[start:]) for start in range(len(parts))]
     ends += [end.removesuffix("/value") for end in ends]

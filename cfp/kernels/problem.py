@@ -282,7 +282,7 @@ def problem_of(
         segments=query_ids is not None or key_lengths is not None,
         hides_keys=key_lengths is not None,
         bias=bias is not None,
-        rounds_bias=bias is not None and bias.dtype not in (q.dtype, jnp.bool_),
+        rounds_bias=bias is not None and bias.dtype != q.dtype,
         scale=1 / sqrt(head_dim) if scale is None else float(scale),
         softcap=None if softcap is None else float(softcap),
     )

@@ -72,10 +72,10 @@ class Membership:
         process_id: int | None,
         environment: Mapping[str, str],
     ) -> Membership | None:
-        """Reads the values from arguments, or else the environment; None if all miss.
+        """Reads each value from its argument, else the environment; None without any.
 
         Raises:
-            ProcessError: a value is missing or invalid.
+            ProcessError: only some values are given, or one is invalid.
         """
         count = _number(PROCESSES, processes, environment)
         mine = _number(PROCESS_ID, process_id, environment)
@@ -120,7 +120,7 @@ def join(
         lost_seconds: time without a process's heartbeat after which all processes end.
 
     Raises:
-        ProcessError: the coordinator does not answer, or a process is missing.
+        ProcessError: the processes cannot join, for example because one is missing.
     """
     member = Membership.of(coordinator, processes, process_id, os.environ)
     end = time.monotonic() + join_seconds
@@ -173,7 +173,7 @@ def join(
 
 
 def _look(member: Membership, end: float, join_seconds: int) -> None:
-    """Waits until the coordinator's port answers; process 0 checks that it is free."""
+    """In process 0 checks that its port is free; in others waits until it answers."""
     host, _, port = member.coordinator.rpartition(":")
     host = host.strip("[]")
     if member.process_id == 0:
@@ -210,7 +210,7 @@ def _number(name: str, given: int | None, environment: Mapping[str, str]) -> int
 
 
 def is_asked() -> bool:
-    """True if the environment has a variable of `join`, or `CFP_JOIN` (not "0")."""
+    """True if a variable of `join` is set (not ""), or `CFP_JOIN` (not "", not "0")."""
     names = (COORDINATOR, PROCESSES, PROCESS_ID)
     return any(map(os.environ.get, names)) or os.environ.get(JOIN, "") not in ("", "0")
 
@@ -225,7 +225,7 @@ def join_if_asked() -> None:
 
 
 def parse_mesh(devices: int | None, mesh: str | None) -> Axes | None:
-    """Reads mesh axes from ``--devices 4`` or ``--mesh x=2,y=2``; None if neither.
+    """Reads mesh axes from ``--devices 4`` (axis x) or ``--mesh x=2,y=2``; or None.
 
     Raises:
         CfpError: the text is no mesh, or the two contradict each other.
@@ -267,17 +267,17 @@ def mesh_shapes(count: int) -> list[Axes]:
 
 
 def select(platform: str | None, axes: Axes | None) -> None:
-    """Makes JAX use a platform, with the mesh's number of virtual devices on CPUs.
+    """Makes JAX use a platform; "cpu" has as many virtual devices as the mesh.
 
-    Then joins other processes of the command, if it was started as one of several.
+    Also joins other processes of the command, if it was started as one of several.
 
     Args:
-        platform: "cpu", "cuda", "tpu", or None for JAX's choice.
-        axes: the mesh, or None for all devices (four on CPUs).
+        platform: "cpu", "cuda", "tpu", or None: JAX selects platform and devices.
+        axes: the mesh; None for all devices (four virtual ones).
 
     Raises:
-        CfpError: the platform is unknown, or cannot have so many virtual devices.
-        ProcessError: other processes of the command did not connect in time.
+        CfpError: the platform is unknown, or virtual devices are too many or too few.
+        ProcessError: the processes of the command cannot join.
     """
     count = prod(size for _, size in axes) if axes else DEFAULT_CPU_DEVICES
     if platform is not None:
@@ -311,7 +311,7 @@ def flags_for_devices(count: int) -> str:
 
 
 def _share(count: int) -> int:
-    """Returns the number of a mesh's virtual devices that this process has."""
+    """Returns how many of a mesh's `count` virtual devices this process has."""
     if (talk := coordination()) is None:
         return count
     if count < talk.channel.count:
@@ -374,7 +374,7 @@ def make_mesh(axes: Axes | None, *, remedy: str = "") -> Mesh:
 
 
 def all_meshes(most_axes: int) -> dict[str, Mesh]:
-    """Makes meshes of all devices, by name such as ``x=2,y=4``, up to `most_axes` axes.
+    """Makes {``x=2,y=4``: mesh} of all devices: `mesh_shapes` of up to `most_axes`.
 
     Raises:
         CfpError: no device works.

@@ -1,4 +1,4 @@
-"""Printable text: escaped control characters, merged names, numbers with units.
+"""Printable text: replaced control characters, merged names, numbers with units.
 
 Types of fields of saved files, which pydantic checks when a file is read, are here too.
 """
@@ -52,7 +52,7 @@ def printable(text: str, kept: str = "") -> str:
 
 
 def one_line(text: str) -> str:
-    """Joins lines by spaces, and replaces unprintable characters."""
+    """Joins lines by spaces, and replaces unprintable characters by U+FFFD."""
     if "\n" in text:
         text = " ".join(line.strip() for line in text.split("\n"))
     return printable(text)
@@ -114,7 +114,7 @@ def distinct_ends(names: Sequence[str]) -> list[str]:
 
 
 def span_text(numbers: list[int]) -> str:
-    """Abbreviates numbers: ``0-3``, ``0,2..6`` (evenly spaced), else ``0,1,5``."""
+    """Sorts and abbreviates numbers: ``0-3``, ``0,2..6`` (four or more), ``0,1,5``."""
     distinct = sorted(set(numbers))
     if len(distinct) == 1:
         return str(distinct[0])
@@ -208,7 +208,7 @@ Flag = Annotated[bool, Field(strict=True)]
 
 
 def matching(pattern: str, expected: str) -> AfterValidator:
-    """Returns a validator of text by a regular expression; `expected` is its error."""
+    """Returns a validator: `pattern` matches the whole text; else error `expected`."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):

@@ -59,14 +59,14 @@ class OptionFigures:
     """A measured or estimated strategy of a kind of segment; bytes are per device.
 
     Attributes:
-        name: a preset that uses this strategy, or a number: ``strategy 7 (no preset)``.
-        segment_ms: time of one segment.
-        state_bytes: parameters and optimizer state of one segment, twice without
-            donation.
+        name: a preset with its shardings and storage, else ``strategy 7 (no preset)``;
+            kernels and rematerialization follow in parentheses.
+        segment_ms: time that one segment adds to a step.
+        state_bytes: one segment's parameters and optimizer state, twice if undonated.
         residual_bytes: values that one segment keeps from forward to backward.
         temp_bytes: largest further memory while the segment runs.
-        step_ms: predicted step time if all segments of the kind use this strategy, and
-            other segments the plan's.
+        step_ms: predicted step time if all segments of the kind use this strategy.
+            Others use the plan's; their fastest if `Figures.picks` is empty.
         memory_bytes: predicted memory of the same step.
         taken: number of segments that use this strategy in the plan.
     """
@@ -96,14 +96,14 @@ class KindFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftFigures:
-    """Parts of a step that stay as written, though kernels may compute such parts.
+    """Parts of a step that no kernel computes, or that a preferred kernel cannot.
 
     Attributes:
         kind: kind of kernels, such as "attention".
         source: source line of the parts.
-        reason: why `kernel` does not compute these parts.
+        reason: why `kernel`, or any kernel, does not compute these parts.
         count: number of the parts.
-        kernel: the kernel that cannot compute them; "" for all kernels.
+        kernel: a kernel that cannot compute them; "" if the parts stay as written.
     """
 
     kind: Words
@@ -121,11 +121,11 @@ VARIANTS_SECONDS = "seconds_of_all_variants"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantFigures:
-    """A compared variant of the step: a mesh, with a number of microbatches.
+    """A compared variant of the step, such as a mesh with a number of microbatches.
 
     Attributes:
         name: such as ``x=2,y=4``.
-        step_ms: step time of the variant's plan; None without a plan.
+        step_ms: step time of its plan, predicted if no variant was measured; or None.
         estimated_ms: estimated step time of the variant's best choice, or None.
         note: why the variant has no plan or no time, or "".
         taken: True for the plan's own variant.
@@ -145,8 +145,7 @@ class WorthFigures:
     Attributes:
         name: kind of choice: "kernels", "storage", ...
         with_ms: the best step with all kinds of choices.
-        without_ms: the best step without this kind; None if no such step fits in
-            memory.
+        without_ms: the best step without this kind; None if none that was tried fits.
         is_measured: True if both times are measured, False if predicted.
     """
 
@@ -161,19 +160,18 @@ class Figures:
     """Numbers behind a plan's choice, which reports show.
 
     Attributes:
-        kinds: kinds of segments by number; empty without a search.
+        kinds: kinds of segments by number; empty without timed or estimated strategies.
         segment_kinds: for each segment, the number of its kind.
         picks: for each segment, the number of the plan's option of its kind; empty if
-            a part of the plan was not measured.
-        fixed_bytes: memory on each device that every choice needs.
+            the options lack a segment's choice.
+        fixed_bytes: bytes per device of arguments and results that are not state.
         budget_bytes: memory of one device that the plan may use, or None.
-        left: attentions that stay as written, and preferred kernels that cannot compute
-            them.
-        kernels: sharded kernels of the step, with their axes.
+        left: parts that no kernel computes, or that a preferred kernel cannot compute.
+        kernels: sharded custom_partitioning ops of the step, with their axes.
         variants: compared meshes and microbatches.
         variants_raced: True if plans of several variants raced against each other.
-        worth: gain of each kind of choice.
-        chosen: kinds of choices, by the names of `choose`; empty for all.
+        worth: gain of each kind of choice that some candidates use.
+        chosen: kinds of choices that the search could make, by the names of `choose`.
     """
 
     kinds: tuple[KindFigures, ...] = ()
@@ -224,7 +222,7 @@ class Role(StrEnum):
 class AxisRole:
     """A factor (loop index) of a block's anchor that one mesh axis shards.
 
-    Comparison ignores `role` and `size`, so that other batches have equal roles.
+    Comparison ignores `role` and `size`: roles for other batch sizes may be equal.
 
     Attributes:
         factor: number of the factor in the anchor's sharding rule.
@@ -253,7 +251,8 @@ class Detail(Enum):
 def roles_text(roles: Sequence[AxisRole], detail: Detail = Detail.SIZES) -> str:
     """Describes the roles of axes in a block: ``x: rows (dim 0, size 8)``.
 
-    `Role.DIM` gives ``x: dim 0, size 8``. Without roles the text is "replicated".
+    Axes are joined by "; ". `Role.DIM` gives ``x: dim 0, size 8``. Without roles the
+    text is "replicated".
     """
     parts = []
     for one in roles:
@@ -317,7 +316,7 @@ class PlanSegment:
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """Key of kind, storage, rematerialization and kernels, to group segments."""
+        """Key to group segments: kind, shown storage, rematerialization, kernels."""
         return self.kind, self.shown_storage, self.rematerialized, self.kernels
 
 
@@ -329,7 +328,7 @@ def _most(parameters: Sequence[StoredParameter]) -> Storage | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveFigure:
-    """Collectives of one kind over the same axes, of a block's ops.
+    """Collectives of one kind, axes and `turns`, of a block's ops.
 
     Attributes:
         kind: HLO name: ``all-reduce``, ``all-gather``, ...
@@ -358,9 +357,10 @@ class PlanRow:
         op: kind and shapes of the block's anchor.
         strategy: role of each mesh axis that shards the anchor.
         source: ``file:line`` of the anchor, or "".
-        moves: the collectives of the block's ops, most bytes first.
+        moves: expected collectives of the block's ops and updates, most bytes first.
         repeats: number of runs of the anchor in one step, above one in a loop.
-        updates: True for a block of the optimizer's update that no product reads.
+        updates: True for a block of the optimizer's update with no product in or
+            after it.
     """
 
     block: Count
@@ -395,7 +395,7 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
     Types and paths inside of arguments must be equal; arguments may be renamed.
 
     Raises:
-        PlanMismatch: leaves differ; the message names the first five.
+        PlanMismatch: leaves or the order of arguments differ.
     """
     own = [type_text(aval) for aval in step.avals]
     if own == [*types] and _may_be_renamed(names, step.arg_names):
@@ -441,7 +441,7 @@ def _arguments(names: Sequence[str], types: Sequence[str]) -> list[list[Any]]:
 
 
 def _may_be_renamed(names: Sequence[str], others: Sequence[str]) -> bool:
-    """True if paths differ in names of arguments only, and not in their order."""
+    """True if paths differ at most in arguments' names, and no name has moved."""
     first, second = by_argument(names), by_argument(others)
     order = [*second]
     moved = any(n in order and order.index(n) != i for i, n in enumerate(first))
@@ -472,7 +472,7 @@ def check_binding(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
     """Checks keyword arguments of `Plan.bind` that are for the step.
 
     Raises:
-        OptionError: the step has no such argument, or it is an option of planning.
+        OptionError: the step takes no such argument; it may be an option of planning.
     """
     for name, value in kwargs.items():
         try:
@@ -546,7 +546,7 @@ def places_like(result: Any, names: Sequence[str], types: Sequence[str]) -> list
         Positions of the argument leaves, one for each leaf of the result.
 
     Raises:
-        PlanMismatch: no argument has the result's paths and types.
+        PlanMismatch: the result, or a part of a tuple, has no argument's leaves.
     """
     found = by_argument(names)
     arguments = dict(zip(found, _arguments(names, types), strict=True))
@@ -565,7 +565,7 @@ def places_like(result: Any, names: Sequence[str], types: Sequence[str]) -> list
 
 
 def _take(arguments: dict[str, list[tuple[str, str]]], part: Any) -> str | None:
-    """Removes from `arguments` the first with a part's leaves; returns its name."""
+    """Removes the first argument with a part's leaves; returns its name, or None."""
     leaves = _paths(part)
     root = next((root for root, own in arguments.items() if own == leaves), None)
     if root is not None:

@@ -63,11 +63,11 @@ class Plan:
     """Shardings for a step on a mesh, and the record of the choice.
 
     Attributes:
-        fingerprint: digest of the program's structure, without values of constants.
-        mesh_axes: names and sizes of the mesh's axes.
+        fingerprint: digest of the program's structure, without most constants' values.
+        mesh_axes: names and sizes of the mesh's axes that are larger than 1.
         arg_names, arg_types: paths and types of the argument leaves.
         arg_specs, output_specs: shardings of the argument leaves and the results.
-        constraints: shardings of values inside the step, by value and op numbers.
+        constraints: shardings inside the step; ops to rematerialize or replace.
         donated: for each argument leaf, True if the step may overwrite it.
         in_host: (argument leaf, result leaf) of state in host memory between steps.
         precision: precision of large products, as a user gave it; "" for the step's.
@@ -81,19 +81,19 @@ class Plan:
         segments: the choice for each segment.
         rows: the blocks, with the strategy of each.
         split: batches that stay whole because of a reshape, with the bytes to save.
-        uneven: arguments that stay whole because no axis divides them, with the size.
+        uneven: arguments that stay whole as axes do not divide a dim, with the size.
         pinned: argument leaves whose shardings were given by pins.
         undonated: argument leaves that are twice in memory since they are not donated.
         weak: donated argument leaves of weak types; arrays of strong types may replace
             them.
         site_checks: parts whose kernel was wrong, or could not be compared.
-        uncounted: loops of unknown length, which predictions and FLOPs count once; and
-            branches, whose measured times are those of one branch.
-        replicated_ops: ops that every device runs in full: loops, and ops without a
-            sharding rule.
+        uncounted: long loops of unknown length, which predictions and FLOPs count once;
+            and long branches, whose measured times are those of one branch.
+        replicated_ops: ops that every device runs in full, such as loops, and ops
+            without a sharding rule. Small ones are left out.
         race: rows of the race's candidates, with times and notes.
         host_callbacks_skipped: host callbacks that measuring does not call.
-        options: XLA compiler options of the measured program.
+        options: XLA compiler options of the step.
         environment: versions and devices that the plan was made with, by name.
         search: counts of the search (strategies measured, cached, failed), seconds of
             every pass, and other numbers by name.
@@ -184,10 +184,10 @@ class Plan:
     def in_shardings(self) -> tuple[Any, ...]:
         """NamedShardings of positional arguments: a tuple with a pytree for each.
 
-        Static arguments have none, and are left out.
+        Static and keyword-only arguments are left out.
 
         Raises:
-            PlanMismatch: the plan was loaded, and :meth:`bind` was not called.
+            PlanMismatch: a loaded plan is not bound, or devices are missing.
         """
         leaves, _ = self._shardings()
         tree = self._bound().in_tree
@@ -277,7 +277,7 @@ class Plan:
         return replace(self, **dict.fromkeys(_HERE))
 
     def bound_to(self, step: FlatStep, out_tree: Any) -> Plan:
-        """Returns the plan with a step, and the facts that are read from the step."""
+        """Returns the plan with `step`, its types, static arguments and precision."""
         types = tuple(type_text(aval) for aval in step.avals)
         static = tuple(key for key, _ in step.static)
         step = step.with_donated(self.donated)
@@ -338,7 +338,7 @@ class Plan:
         return step
 
     def _takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """True if a call has the bound step's arguments; else may raise as `bind`."""
+        """True if a call matches the bound step; may raise as `bind` if it does not."""
         step = self._bound()
         if not kwargs.keys().isdisjoint(BINDS):
             return False  # `bind` takes these names for its own arguments.
@@ -361,8 +361,8 @@ class Plan:
         """Compiles the step of :meth:`bind` without tracing it again.
 
         Args:
-            progress: called with a text before compiling. By default progress is shown
-                as for :func:`cfp.plan`.
+            progress: called with a text if the step must be compiled. By default
+                progress is shown as for :func:`cfp.plan`.
 
         Raises:
             PlanMismatch: the plan is not bound, or the step's program is another.
@@ -388,18 +388,18 @@ class Plan:
         return load_or_lower(*self._program(), self.options, **{**usual, **how})
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs ``init_fn(*args, **kwargs)``, with its result in the plan's shardings.
+        """Runs ``init_fn(*args, **kwargs)`` under jit, with the plan's shardings.
 
         Args:
             init_fn: makes an argument of the step (its state), or a tuple of several.
 
         Raises:
-            PlanMismatch: the result has the paths and types of no argument of the step.
+            PlanMismatch: the result, or a part of the tuple, has no argument's leaves.
         """
         return made(self._arguments(), init_fn, args, kwargs)
 
     def place(self, batch: Any, argument: str | None = None) -> Any:
-        """Moves a batch from the host to the plan's shardings.
+        """Moves a batch to the plan's shardings.
 
         Args:
             batch: an argument of the step, as a pytree of arrays. With several
@@ -476,8 +476,8 @@ class Plan:
                 write files or change results: name them only for files that you trust.
 
         Raises:
-            PlanMismatch: the file is damaged or has other compiler options; or `mesh`
-                does not fit the plan, as in :meth:`on`.
+            PlanMismatch: the file is missing, damaged or has other compiler options; or
+                `mesh` does not fit the plan, as in :meth:`on`.
         """
         data = file.read_json(path)
         return cls.from_json(data, mesh=mesh, allowed_options=allowed_options)

@@ -1,1 +1,1 @@
-"""Measuring: compiles and times parts of programs, and stores their records."""
+"""Measuring: compiles and times programs and parts of them; stores their records."""

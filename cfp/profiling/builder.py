@@ -1,7 +1,7 @@
 """Builds jobs: compiles a part of a program under its shardings.
 
-A part that does not compile gets a record of the failure, so that no later run tries it
-again. `CompilePool` has the threads for compiles side by side.
+A part that does not compile gets a record of the failure. Later runs do not compile it,
+unless they retry failures. `CompilePool` has the threads for compiles side by side.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LONGEST_REASON = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job(Task):
-    """One part of a program to measure under one set of shardings.
+    """A part of a program, or all of it, to measure under one set of shardings.
 
     Attributes:
       part: the ops, from `cfp.program.part.cut_part`.
@@ -101,7 +101,7 @@ class BuildEnvironment:
         return self.folder and self.folder / "executables"
 
     def options(self, platform: str) -> dict[str, str]:
-        """Returns options that name the caches, and makes them; {} except for GPUs."""
+        """Makes the tuning cache, returns its option; {} without a folder or GPUs."""
         if self.folder is None or platform not in GPU_PLATFORMS:
             return {}
         tuned = self.folder / "autotune"
@@ -176,7 +176,7 @@ def build_everywhere(
       fingerprint: fingerprint of the task's program, by which other processes find it.
 
     Returns:
-      The compiled program; the record of a failure in any process.
+      The compiled program, or the record of a failure in any process.
     """
     if (talk := leading(mesh)) is None:
         return make()
@@ -204,7 +204,7 @@ def build_here(
 def build_lowered(
     key: ProfileKey, lower: Callable[[], jax.stages.Lowered], options: Mapping[str, str]
 ) -> Built | ProfileRecord:
-    """Lowers and compiles a program; returns the record of a failure if that fails."""
+    """Lowers and compiles; returns a record of any error except AssertionError."""
     started = time.perf_counter()
     try:
         compiled, text = compile_right(lower(), options)
@@ -229,7 +229,7 @@ def build_lowered(
 
 
 def compiled_bytes(compiled: jax.stages.Compiled) -> CompiledBytes:
-    """Returns a program's memory per device by XLA; zeros if XLA does not know it."""
+    """Returns a program's bytes in each device's memory; 0 for sizes unknown to XLA."""
     if (memory := compiled.memory_analysis()) is None:
         return CompiledBytes()
     sizes: dict[str, int] = {
@@ -313,8 +313,8 @@ class CompilePool:
     """Threads that compile until the pool is closed.
 
     They have the x64 setting of the thread that made the pool, since `with
-    jax.enable_x64(...)` affects one thread only. A compile cannot be stopped: after an
-    interrupt or an error, threads end their compiles, but nothing waits for them.
+    jax.enable_x64(...)` affects one thread only. A compile cannot be stopped: closing
+    cancels compiles that have not begun, and does not wait for the others.
     """
 
     def __init__(self, threads: int) -> None:
@@ -330,8 +330,8 @@ class CompilePool:
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def start(self, label: str, compiled: Callable[[], _T]) -> Future[_T]:
-        """Calls `compiled` in a thread; errors get a note with the label.
+    def start(self, label: str, work: Callable[[], _T]) -> Future[_T]:
+        """Calls `work` in a thread; errors get a note with the label.
 
         The future is cancelled if the pool closes before the call begins.
         """
@@ -341,7 +341,7 @@ class CompilePool:
                 raise CancelledError
             with jax.enable_x64(self._x64), unchecked():
                 try:
-                    return compiled()
+                    return work()
                 except Exception as error:
                     error.add_note(f"While {label} was compiled.")
                     raise
@@ -350,7 +350,7 @@ class CompilePool:
 
 
 def _host_bytes() -> int:
-    """Returns bytes that this process may use: of the host, or of its container."""
+    """Returns the host's bytes of memory, or the container's limit if it is less."""
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [file.read_text().strip() for file in _CONTAINER_LIMITS if file.is_file()]
     return min([host, *(int(limit) for limit in limits if limit.isdecimal())])

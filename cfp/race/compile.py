@@ -1,8 +1,8 @@
 """Compiles whole programs, and remembers programs and races of earlier runs.
 
-Predictions of memory are off by a few percent. So programs that an earlier run compiled
-race again under another budget, if they fit. A larger budget then gives no slower plan,
-and an error can name the least memory of all compiled programs.
+Predictions of memory are off by a few percent. So under a budget, one choice of an
+earlier run may race again: the fastest that fits. A larger budget then gives no slower
+plan. If none fits, the smallest lets an error name a sufficient budget.
 
 A race that is asked for again is answered from the store, without running. Times
 compare only within one race. They are stored with a key of the race's programs and its
@@ -67,9 +67,9 @@ class Builder:
     Attributes:
         program: the program, for candidates without `RaceProgram.stands_on`.
         budget_bytes: largest memory of a program per device; None for no limit.
-        end: deadline (`time.monotonic`). After it, a program is compiled only if none
-            was before, and compiled programs are timed once.
-        built: ``{identity of a program: compiled program}``, extended by compiles.
+        end: deadline (`time.monotonic`). After it, each `build_each` compiles at most
+            one program, and compiled programs are timed once.
+        built: ``{identity: Built}`` of programs by `build_each`, fitting or not.
     """
 
     program: Program
@@ -87,7 +87,7 @@ class Builder:
 
     @property
     def is_measured(self) -> bool:
-        """True if times of the platform's devices decide; False for virtual devices."""
+        """True except on CPUs, which are timed without looks and warm-up."""
         return not defaults_of(self.platform).estimates
 
     @property
@@ -96,7 +96,7 @@ class Builder:
         return default_threads(self.platform)
 
     def build(self, one: RaceProgram) -> Built | ProfileRecord:
-        """Compiles a program; returns the record of a failure if that fails."""
+        """Compiles a program of any size; returns a failure as a record."""
         program, mesh = one.stands_on or (self.program, self.mesh)
         kept = BuildEnvironment.beside(self.store.path)
         return build(program, mesh, one.job, kept)
@@ -110,10 +110,10 @@ class Builder:
 def compile_programs(
     builder: Builder, programs: Sequence[RaceProgram]
 ) -> list[RaceResult]:
-    """Compiles programs without running them, and stores those that fail.
+    """Compiles programs without running them, and stores failures.
 
-    Programs over the budget count as failures. Programs in the store, from earlier
-    races or `keep_built`, are not compiled again, and have no executable.
+    Programs over the budget count as failures. Programs of `known_records`, and those
+    of `keep_built` that fit, are not compiled again.
 
     Returns:
         A result for each program, in order; samples come from earlier races only.
@@ -162,7 +162,7 @@ def _key_of_build(one: RaceProgram) -> ProfileKey:
 def build_each(
     builder: Builder, programs: Sequence[RaceProgram], in_flight: InFlight
 ) -> dict[str, Built | ProfileRecord]:
-    """Builds programs side by side, each once; after the deadline at most one.
+    """Builds programs that `built` lacks, side by side; after the deadline at most one.
 
     Returns:
         ``{key: compiled program}`` if it fits, or ``{key: record}`` if it failed or
@@ -217,7 +217,7 @@ def results_of(
     budget_bytes: int | None,
     cached: Collection[str],
 ) -> list[RaceResult]:
-    """Returns programs' results, in order; `cached` are keys from the store."""
+    """Returns results, in order; programs without an outcome were `TOO_LATE`."""
     pairs = [(one, one.job.key.digest) for one in programs]
     return [
         RaceResult.of(one, outcomes.get(key), budget_bytes, key in cached)
@@ -260,7 +260,7 @@ EARLIER_RUN = "from an earlier run"
 
 
 class _Kept(BaseModel):
-    """The JSON of a whole program's choice in its record."""
+    """JSON of a candidate's choice, constraint level and options, in its record."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -274,10 +274,10 @@ class Answer:
     """Outcome of an earlier race.
 
     Attributes:
-        known: the remembered choice that raced (`to_race_again`), as JSON, or "".
+        known: the choice that `to_race_again` returned, as JSON, or "".
         time_ms: step time of the winner.
         ended: time of the end, in the format of `ProfileRecord.created`.
-        raced: digests of all choices that ran.
+        raced: digests of all choices that ran and fit.
     """
 
     known: str
@@ -346,7 +346,7 @@ def keep_answer(asked: ProfileKey, store: ProfileStore, answer: Answer) -> None:
 def compiled_before(
     context: PlanContext, programs: Sequence[RaceProgram]
 ) -> dict[Any, ProfileRecord]:
-    """Returns {candidate's key: record} of programs that ran, or were too large."""
+    """Returns {candidate's key: record} of those timed, or compiled too large."""
     found = context.store.get_many(one.job.key.digest for one in programs)
     return {
         one.candidate.key: record
@@ -367,13 +367,13 @@ def _turn_ms(record: ProfileRecord) -> float:
 
 
 def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Remembered]:
-    """Returns candidates of this program in the store, the fastest first.
+    """Returns this program's candidates and records in the store, the fastest first.
 
-    Failures are left out, except compiled programs that were too large. Program, mesh
-    and environment must be equal; choices and compiler options may differ.
+    Failures are left out, except compiled programs that were too large: they are last.
+    Program, mesh and environment must be equal; choices and options may differ.
 
     Args:
-        job: job of the whole program under any choice, without compiler options.
+        job: job of the whole program under any choice and compiler options.
     """
     like = _apart_from_choice(job.key.parts)
     program, mesh = analysis.frame.program, analysis.frame.mesh
@@ -403,8 +403,8 @@ def to_race_again(
     "Compiled programs are remembered"). Choices of `candidates` are left out.
 
     Args:
-        answer: last answer of the race. Unless it is old (`Answer.is_old`), its choice
-            is returned, if it had one, so that the stored race is the same.
+        answer: last answer of the race. Unless it is old (`Answer.is_old`), no choice
+            but its own is returned, so that the stored race is the same.
     """
     assert context.memory is not None, "remembered choices race under a budget only"
     budget_bytes = context.memory.budget_bytes
@@ -480,9 +480,9 @@ class EarlierRace:
     rounds: int
 
     def records(self) -> dict[str, ProfileRecord]:
-        """Returns {key: record} of an earlier race of the same programs and budget.
+        """Returns {key: record} of a race of the same programs, budget and `rounds`.
 
-        Empty without one, or if the records are of different races.
+        Failures are absent. Empty without such a race, or with records of several.
         """
         keys, jobs = self._keys, self.jobs
         found = self.store.get_many(key.digest for key in keys.values())

@@ -55,9 +55,9 @@ def named_candidates(
     """Makes candidates without predicted times: presets, and XLA's propagated choices.
 
     Args:
-        named: ``{name: choice}``; `_PROPAGATED_LEVELS` has the names of propagated
-            ones, each with the only level that it may have.
-        levels: allowed levels. Presets get the first one of `_PRESET_LEVELS`.
+        named: ``{name: choice}``; propagated ones are left out unless `levels` has
+            their level in `_PROPAGATED_LEVELS`.
+        levels: allowed levels; presets get the first that is in `_PRESET_LEVELS`.
     """
     usual = [level for level in levels if level in _PRESET_LEVELS][:1]
     found = []
@@ -72,8 +72,8 @@ def named_candidates(
 def variants(one: Candidate, rules: PlatformDefaults) -> list[Candidate]:
     """Returns variants of a race's leader, named by what differs.
 
-    The first is the leader, without `rules.first_options`. Others add a set of
-    `rules.compiler_options` to it, or have another constraint level if it is a preset.
+    The first is the leader, without `rules.first_options` if it has them. Others add a
+    set of `rules.compiler_options` to the first. A preset also gets its other levels.
     """
     plain = one
     for name, chosen in rules.first_options.items():
@@ -101,7 +101,7 @@ LESS_MEMORY = "planned, less memory"
 
 
 def less_memory(number: int) -> str:
-    """Names the choice of search `number` that used memory of compiled programs."""
+    """Names the `number`-th plan that searches by compiled memory found, from 1."""
     return LESS_MEMORY if number == 1 else f"{LESS_MEMORY} {number}"
 
 
@@ -119,10 +119,10 @@ def leanest_of(analysis: Analysis, problem: Problem) -> Candidate:
 def rematerialized(
     analysis: Analysis, problems: Sequence[Problem], presets: Mapping[str, Choice]
 ) -> dict[str, Choice]:
-    """Returns {longer name: choice} of presets that fit with segments rematerialized.
+    """Returns {longer name: choice} of presets that fit by rematerializing segments.
 
-    Left out: presets with a part that is no option, and those that fit without. If
-    segments of one kind differ in a preset, all take the last one's option.
+    Left out: presets that fit without, never fit, or have a part that is no option.
+    If segments of one kind differ in a preset, all take the last one's option.
 
     Args:
         problems: equal problems with different predictions of memory. For each preset,
@@ -145,7 +145,7 @@ def like(
 ) -> list[list[int]] | None:
     """Returns, by kind of segment, indices of options equal to the choice's.
 
-    Rematerialization may differ. None if a part of the choice is no option.
+    A kind's last segment counts, apart from `remat`. None if any part is no option.
     """
     if (picks := picks_of(analysis, problem, choice)) is None:
         return None
@@ -160,17 +160,17 @@ def like(
 def with_kernels(
     analysis: Analysis, problem: Problem, named: Mapping[str, Choice]
 ) -> dict[str, Choice]:
-    """Returns named choices, each with its fastest kernels by the problem's times.
+    """Returns named choices, each with its fastest kernels, or none, by predicted time.
 
     So presets and plans are compared with kernels on both sides. Memory does not
-    matter. Choices that are no options of the problem are unchanged.
+    matter. If segments of one kind differ, all take the last one's strategies.
+    Choices that are no options of the problem are unchanged.
     """
     every = (option for options in problem.options for option in options)
     if not any(option.candidate.kernels for option in every):
         return dict(named)
     free, found = replace(problem, budget_bytes=None), dict(named)
     for name, choice in named.items():
-        # If segments of one kind differ, all take the last one's.
         own = {
             segment.kind: segment_candidate(analysis, segment.index, choice)
             for segment in analysis.segments
@@ -270,7 +270,7 @@ class RaceResult:
 
     @property
     def candidate(self) -> Candidate:
-        """The planner's choice (strategies, kernels, storage) that the program runs."""
+        """The program's candidate: its choice, constraint level and XLA options."""
         return self.program.candidate
 
     @property
@@ -303,7 +303,7 @@ class RaceResult:
 
     @property
     def may_race(self) -> bool:
-        """True if the program is compiled or timed, and fits."""
+        """True if the program fits, and is compiled or timed without a failure."""
         is_compiled = self.record is None and not self.skipped
         return self.fits and (is_compiled or self.is_timed)
 
@@ -348,15 +348,15 @@ class RaceRow:
     """One row of a plan's table of candidates.
 
     Attributes:
-        predicted_ms: step time by the profiles; None if unknown.
+        predicted_ms: predicted step time; None if unknown.
         samples_ms: measured step times.
         time_ms: median of the samples; None without a run.
         peak_bytes: memory of the compiled program per device. If not compiled: 0, or
             predicted if `rung` is "estimated".
-        note: reason why the candidate was not timed; "" if it was.
+        note: reason why it has no time or is too large, perhaps collectives, or "".
         rung: source of `predicted_ms`: "estimated" or "measured".
-        flag_ms: of the winner, (``"argument=value"``, step time) for each value of
-            arguments that select a branch.
+        flag_ms: of the winner, (``"argument=value"``, step time) for each timed value
+            of arguments that select a branch.
     """
 
     name: Words
@@ -379,8 +379,8 @@ class RaceOutcome:
         time_ms: step time of the winner; None if not timed.
         peak_bytes: memory of the winner per device; None if not compiled.
         built: compiled program of the winner; None if not compiled in this run.
-        rows: rows of a plan's table, one per candidate.
-        results: results of the compiled programs, whether they fit or not.
+        rows: rows of a plan's table; without a race, only if estimates decide.
+        results: results of compiled programs and failures, whether they fit or not.
         counts: counts and seconds of all passes.
     """
 
@@ -401,7 +401,7 @@ class RaceOutcome:
         return tuple((one.candidate, one.time_ms) for one in self.results if one.ran)
 
     def after(self, before: RaceOutcome) -> RaceOutcome:
-        """Returns this with the rows and results of `before`, if that has no winner."""
+        """Returns this; if `before` has no winner, with its other rows and results."""
         if before.winner is not None:
             return self
         names = {row.name for row in self.rows}
@@ -414,7 +414,7 @@ class RaceOutcome:
 
 
 def is_compiled_too_large(record: ProfileRecord) -> bool:
-    """True if a program was compiled, but never ran: it was over a memory budget."""
+    """True if a program was compiled, but never ran: it exceeds a budget or device."""
     compiled = record.peak_bytes > 0 and not record.run_seconds
     return record.status == "out_of_memory" and compiled
 
@@ -436,7 +436,7 @@ def race_row(result: RaceResult) -> RaceRow:
 
 
 def compiled_row(result: RaceResult) -> RaceRow:
-    """Returns a row without times; its note lists the program's collectives."""
+    """Returns a row without times; its note also lists the program's collectives."""
     row, every = race_row(result), result.collectives
     texts = [row.note or "compiled, not run"]
     for kind in dict.fromkeys(one.kind for one in every):
@@ -454,7 +454,7 @@ def left_out(candidate: Candidate, why: str) -> RaceRow:
 
 
 def kernels_not_timed(outcome: RaceOutcome) -> dict[SegmentKernels, str]:
-    """Finds kernels of candidates of which none was timed within the budget.
+    """Finds kernels that no candidate timed within the budget has.
 
     Returns:
         ``{kernels: "failed: ..." or "was not timed: ..."}``, with the first reason.

@@ -77,7 +77,7 @@ class Race:
 
     Attributes:
         built: ``{identity of a program: compiled program}``.
-        sizes: ``{key: memory}`` of candidates that earlier runs compiled.
+        sizes: ``{candidate's key: memory}``, of earlier runs.
     """
 
     context: PlanContext
@@ -109,10 +109,10 @@ class Race:
         return before_seconds + time.perf_counter() - self.started
 
     def compile_all(self, candidates: Sequence[Candidate]) -> list[RaceResult]:
-        """Compiles candidates; returns their memory or failures, in order.
+        """Compiles candidates; returns their results, in order.
 
-        Meanwhile the kernels of one are compared with what they replace: devices have
-        little else to do. `check_sites` stores passes.
+        Before a race, devices have little else to do. So kernels of the first candidate
+        with kernels are compared meanwhile; only passes are kept (`check_sites`).
         """
         context, program = self.context, self.analysis.frame.program
         programs = programs_of(self.analysis, candidates, context.environment)
@@ -169,10 +169,10 @@ class Race:
         known: Sequence[Candidate],
         one_is_enough: bool = False,
     ) -> Iterator[Admitted]:
-        """Yields compiled candidates in batches, until the caller stops.
+        """Yields compiled candidates in batches; the caller may stop after any.
 
-        The first batch has those within reach. A second has the others, if there is no
-        budget. In `Stage.SMALLEST`, each candidate is a batch, until the deadline.
+        The first batch has those within reach. Without a budget, a second is made from
+        those left. In `Stage.SMALLEST`, each candidate is a batch, until the deadline.
 
         Args:
             candidates: the best by prediction first.
@@ -316,7 +316,7 @@ class Race:
         keep_answer(asked, self.context.store, answer)
 
     def estimated_rows(self, results: Sequence[RaceResult] = ()) -> dict[str, RaceRow]:
-        """Returns {name: row} of candidates and results if estimates decide, or {}."""
+        """Rows by name, of fully constrained candidates and results; {} if measured."""
         if not self.context.defaults.estimates:
             return {}
         problem, most = self.solution.problem, self.context.budget_bytes

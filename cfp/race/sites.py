@@ -32,12 +32,12 @@ _ROUNDINGS = 8  # Allowed roundings of a kernel, such as of weights and output.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteCheck:
-    """Comparison of one replaced part; its text is a message for the user.
+    """Comparison of one replaced part; if wrong or not compared, its text says so.
 
     Attributes:
         source: file and line of the part in the step.
         kernel: name of the replacing kernel.
-        off: largest error, relative to the allowed error.
+        off: largest error, relative to the allowed error; 0 if not compared now.
         reason: why the part was not compared; "" if it was.
     """
 
@@ -64,9 +64,9 @@ def check_sites(
 ) -> list[SiteCheck]:
     """Compares each different replaced part, with its gradients, with the original.
 
-    Returns a result for every part; `off` is 0 for a stored pass. Described devices and
-    several processes give none. Inputs are random, of
-    two scales; masks have few or most keys. The program's constants are kept.
+    Equal parts have one result, with `off` 0 if they passed before. Described devices
+    and several processes give none. Inputs are random, of two scales; masks have few or
+    most keys. The program's constants are kept.
     """
     known: dict[str, SiteCheck] = {}
     mesh = context.mesh
@@ -183,7 +183,7 @@ def _worst(
 
     Allowed are, for each row, twice the sum of: the original's error in the row, its
     root mean square over rows, and a kernel's rounding. The error's projection on the
-    true values may be twice the original's, plus rounding.
+    true values may be twice the sum of the original's and one rounding.
     """
     found = [jnp.zeros(())]
     for true, own, other in zip(truth, written, made, strict=True):

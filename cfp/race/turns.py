@@ -54,7 +54,8 @@ def flag_values(
 ) -> Iterator[tuple[str, Program]]:
     """Yields a text such as ``refresh=False``, and the program with that flag's value.
 
-    A flag is a scalar argument that is a long branch's predicate, or index (0 to 7).
+    A flag is a scalar argument that gives a long branch's predicate or index, perhaps
+    cast, or with others. Its values are the branches' numbers, 7 at most.
 
     Args:
         carried: ids of donated arguments, excluded: each step would change their value.
@@ -136,7 +137,7 @@ def race_programs(
 ) -> list[RaceResult]:
     """Compiles whole programs and times them in turn, A B C A B C.
 
-    A program far behind after a turn is left out of the next. Real devices are warmed
+    A program far behind after a turn is left out of later ones. Real devices are warmed
     up before the first turn. If their speed drifts, times of programs that were left
     out are scaled alike (`ProfileRecord.drift`), so that none wins by its absence.
 
@@ -181,7 +182,7 @@ def _run_in_turn(
     looks: Mapping[str, ProfileRecord],
     is_warm: bool,
 ) -> dict[str, ProfileRecord]:
-    """Runs the compiled programs in turn; returns records of all, by key."""
+    """Runs compiled programs in turn; returns the records of all outcomes, by key."""
     ready = {d: one for d, one in outcomes.items() if isinstance(one, Built)}
     race = _Turns(
         builder=builder,
@@ -227,7 +228,7 @@ class _Turns:
     """Programs of a race, with the progress of their turns.
 
     Attributes:
-        programs, ready: ``{key: program}`` of all, and compiled ones that fit.
+        programs, ready: ``{key: program}`` of all; ``{key: Built}`` of those that fit.
         records: ``{key: record}`` of a failure, a look (a short timing), or turns.
         order: keys of the programs in the next turn.
         in_turns: ``{key: record}`` of turns, without looks.
@@ -256,7 +257,7 @@ class _Turns:
         return not self.order or self.is_late()
 
     def is_told(self) -> bool:
-        """True if the fastest program is clear, or no other is left."""
+        """True if `_is_told`; on CPUs instead, if only one program is left."""
         if self.builder.is_measured:
             return _is_told([self.records[d].samples_ms for d in self.order])
         return len(self.order) == 1
@@ -267,7 +268,7 @@ class _Turns:
         compile_generators(*where, one.job)
 
     def warm_up(self) -> None:
-        """Runs the first program until real devices are steady; drops it on failure."""
+        """Runs the first program for about 3 s on real devices; drops it on failure."""
         if not self.builder.is_measured or self.is_over():
             return
         self.builder.options.tell("warming up the devices")
@@ -297,10 +298,9 @@ class _Turns:
         self._drop_failures()
 
     def turn(self, number: int, *, is_first: bool) -> None:
-        """Times each program once; on GPUs and TPUs, all with equally many steps.
+        """Times each program once, with equally many steps.
 
-        Args:
-            is_first: True if no program has a time yet.
+        Steps may differ on CPUs, and if `is_first`: no program has a time yet.
         """
         known = [self.records[d].time_ms for d in self.order if not is_first]
         timing = _timing(self.platform, min(known, default=None))
@@ -356,7 +356,7 @@ class _Turns:
 
 
 def _timing(platform: str, fastest_ms: float | None) -> TimingOptions:
-    """Returns the timing of a turn, or of a short look (`fastest_ms` is None)."""
+    """Returns the timing of a turn, or if `fastest_ms` is None a short one (a look)."""
     if platform == "cpu":
         return _ON_CPUS
     if fastest_ms is None:
@@ -381,11 +381,11 @@ def second_race(
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Selects candidates of a second race from results of the first.
 
-    With `rates`, options for collectives race only if these take long.
+    If `rates` are given, the platform's options race only with long collectives.
 
     Returns:
         The leader, others at most 4 % slower, and the fastest preset; and variants of
-        the leader that did not race. Empty if no candidate ran.
+        the leader that did not race. Both empty if no candidate ran and fits.
     """
     ran = sorted((one for one in raced if one.ran), key=lambda one: one.time_ms)
     if not ran:
@@ -409,7 +409,7 @@ def second_race(
 
 
 def _collectives_ms(result: RaceResult, rates: Rates) -> float:
-    """Time of a compiled program's collectives, ms, if none overlaps computation."""
+    """Estimated time of a program's collectives, ms, over all axes and not hidden."""
     axes = tuple(name for name, _ in rates.mesh)
     return sum(
         one.count * rates.collective_ms(one.kind, axes, one.bytes)
@@ -421,7 +421,7 @@ def _collectives_ms(result: RaceResult, rates: Rates) -> float:
 
 
 def _is_told(samples: Sequence[Sequence[float]]) -> bool:
-    """True if each program ties with the fastest or was slower in each of 2+ turns."""
+    """True after 2+ turns if each program ties with the fastest, or lost each turn."""
     turns = {len(one) for one in samples}
     if len(turns) != 1 or min(turns) < 2:
         return False
@@ -462,7 +462,7 @@ class Ranking:
     def ties(self) -> list[RaceResult]:
         """The fastest result, and those within 1 % of it if both have two samples.
 
-        Programs over the budget, timed in an earlier run, are excluded.
+        Of the leaders only, if any ran. Programs over the budget do not count.
         """
         ran = [one for one in self.leaders if one.ran] or [
             one for one in self.others if one.ran

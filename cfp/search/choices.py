@@ -1,8 +1,7 @@
 """Candidates to measure for segments (runs of blocks): best estimates, presets' parts.
 
 Equal segments, such as layers, have one kind. A preset is a named choice for the whole
-program; its part is the choice of one segment. A mesh of three axes has dozens of mixed
-presets: a few with the shortest estimated times stay, unless far slower than the best.
+program; its part is the choice of one segment. Few of many mixed presets are measured.
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ def first_candidates(
     others: int,
     per_kind: int | None = None,
 ) -> list[list[SegmentChoice]]:
-    """Returns the candidates of each kind that are measured before any search.
+    """Returns the candidates of each kind to measure, or estimate, before any search.
 
     All parts of presets come first, then the best by estimate of each storage mode,
     then the next best. Variants of all these with kernels follow, and do not count.
@@ -173,8 +172,7 @@ def estimate_kinds(
     """Estimates times of one segment of each kind.
 
     Args:
-        fixed: one strategy per block of the program, the only ones to estimate; None
-            for all strategies.
+        fixed: one strategy for each block, the only ones to estimate; None for all.
         modes: storage modes of parameters to estimate.
     """
     terms = Terms(analysis.frame, rates)
@@ -244,7 +242,7 @@ def preset_times(
     estimates: Sequence[SegmentEstimate],
     presets: Mapping[str, Choice],
 ) -> dict[str, float]:
-    """Returns {name: estimated step time, ms}, without resharding between segments."""
+    """Returns {name: estimated step time, ms}, without resharding between kinds."""
     kinds = [segment.kind for segment in analysis.segments]
     return {
         name: sum(
@@ -259,7 +257,10 @@ def preset_times(
 def kernel_variants(
     analysis: Analysis, kind: int, candidate: SegmentChoice, replacing: Replacing
 ) -> list[SegmentChoice]:
-    """Returns `candidate` with each set of kernels that can run; [] if it has any."""
+    """Returns `candidate` with the first able kernel of each `Kind.variants` row.
+
+    Kernels of several kinds are combined. [] if it has kernels, or none can.
+    """
     if candidate.kernels or not replacing.kernels:
         return []
     index = analysis.representatives[kind]
@@ -272,7 +273,6 @@ def kernel_variants(
     where = dict(frame.mesh), replacing.platform
 
     def can(of: Kind, name: str) -> bool:
-        """True if the kernel fits some sites, and can run there on these devices."""
         every = [of.propose(program, s, name, layout.axes) for s in sites[of.NAME]]
         able = [one for one in every if not isinstance(one, str)]
         return bool(able) and not any(one.refusal(*where) for one in able)

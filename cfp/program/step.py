@@ -1,7 +1,7 @@
 """A step function as a function of flat arrays.
 
-A step may branch on its arguments' values. Measurements use scalars and small masks of
-the example arguments, and random numbers for all others (:mod:`cfp.profiling.inputs`).
+A compiled step's branches and loops may depend on its arguments' values. Measurements
+use example scalars and small masks, and make up all others (`cfp.profiling.inputs`).
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class FlatStep:
         avals: shape, dtype and weak type of each leaf of the dynamic arguments.
         donated: for each leaf, True if the step may overwrite it.
         arg_names: a path for each leaf, such as ``state/params/dense/kernel``.
-        in_tree: the structure of ``(dynamic args, kwargs)``; leaves of modules that are
-            no arrays are part of it.
-        static: (position or keyword, value) of static arguments.
+        in_tree: the structure of ``(dynamic args, kwargs)``. Leaves of modules that are
+            no arrays may be part of it; see `fixed` in `cfp.program.calling`.
+        static: (position or keyword, value) of static arguments that the call passed.
         examples: for each leaf its value if it is a scalar or small mask, else None.
         memory_kinds: for each leaf the kind of its host memory, "" for device memory.
         explicit: for each leaf its sharding on a mesh with explicit axes, or None.
@@ -78,7 +78,7 @@ class FlatStep:
         in_host: (argument leaf, result leaf of its new value) pairs that stay in host
             memory between steps; see `with_state_in_host`.
         precision: of large products, see `PlannerSettings`; "" as they are written.
-        twice: paths of two leaves that are one array; () if each leaf is its own.
+        twice: paths of the first two leaves that are one array; () without such leaves.
     """
 
     fn: Callable[..., Any]
@@ -104,10 +104,10 @@ class FlatStep:
         return result_memory_kinds(self.traced.jaxpr.jaxpr, kinds)
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Returns the array leaves of a call's arguments.
+        """Returns the leaves of a call's dynamic arguments; does not check their types.
 
         Raises:
-            PlanMismatch: a static argument has another value.
+            PlanMismatch: a static argument has another value or type, or is left out.
             StepNotTraceable: the arguments have another structure.
         """
         if kwargs:
@@ -135,7 +135,7 @@ class FlatStep:
     ) -> list[Any] | None:
         """Like :meth:`flatten`, but faster; None if only `flatten` can tell.
 
-        Leaves are not checked: they may be other objects than arrays, but not None.
+        Leaves are not checked: each may be any object, even a pytree, but not None.
         """
         if kwargs:
             args, kwargs = calling.by_position(self.fn, args, kwargs)
@@ -152,7 +152,7 @@ class FlatStep:
     def _changed_static(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[int | str, Any, Any] | None:
-        """Returns (key, old, new) of the first changed static argument, or None."""
+        """First changed static argument: (key, old, new or None if absent); or None."""
         passed = {**dict(enumerate(args)), **kwargs}
         for key, value in self.static:
             got = passed.get(key)
@@ -161,7 +161,7 @@ class FlatStep:
         return None
 
     def changes(self, in_tree: Any, leaves: Sequence[Any]) -> str:
-        """Describes new and missing leaves, or the first other value of static data."""
+        """Describes new and missing leaves, else another static value; never empty."""
         now, before = tree_unflatten(in_tree, leaves), self._dynamic
         static = {key for key, _ in self.static}
         names = [name for _, name, _ in _named_leaves(self.fn, now, static)]
@@ -219,7 +219,7 @@ class FlatStep:
 
     @cached_property
     def flat_fn(self) -> Callable[..., Any]:
-        """`fn` as a function of flat leaves, with the same name."""
+        """`fn` with a parameter for each leaf, static values set; returns its pytree."""
 
         def flat(*leaves: Any) -> Any:
             ins, outs = ({pair[side] for pair in self.in_host} for side in (0, 1))
@@ -254,7 +254,7 @@ class FlatStep:
 
     @cached_property
     def _changed(self) -> list[str]:
-        """Paths of arrays that `flat_fn` replaced in modules, and did not return."""
+        """Paths of module arrays that `flat_fn` has replaced, and not returned."""
         return []
 
     def _lost(self) -> list[str]:
@@ -293,8 +293,8 @@ class FlatStep:
         The code may run again: with explicit axes, or to find lost in-place changes.
 
         Raises:
-            StepNotTraceable: JAX cannot trace the function, or in-place changes of
-                arguments or surrounding variables would be lost.
+            StepNotTraceable: JAX cannot trace the function, in-place changes of
+                arguments would be lost, or it overwrites an array of its closure.
         """
         check_settings()
         name = self.flat_fn.__name__
@@ -369,7 +369,8 @@ def flatten_step(
     """Returns a step as a function of the flat array arguments of one of its calls.
 
     As in ``jax.jit``, arguments are known by position and by name, and static arguments
-    may be left out if they have defaults. Weak types: see `typed_as_returned`.
+    may be left out if they have defaults. Weak types follow `typed_as_returned`, which
+    may trace the step.
 
     Args:
         args: arrays, numbers, ``jax.ShapeDtypeStruct`` s, pytrees of them; or static.
@@ -378,8 +379,7 @@ def flatten_step(
         precision: see `FlatStep`.
 
     Raises:
-        StepNotTraceable: an argument leaf is no array, number or shape; or a static
-            argument cannot be hashed.
+        StepNotTraceable: JAX cannot take a leaf, hash a static argument, or trace.
         OptionError: a name or a position is unknown.
     """
     args, kwargs = calling.by_position(fn, args, kwargs or {})
@@ -417,12 +417,13 @@ def flatten_step(
 
 
 def typed_as_returned(step: FlatStep) -> FlatStep:
-    """Returns the step with the types that its state has after the first call.
+    """Returns the step with the weak types that its state has after its first calls.
 
     ``jnp.full(shape, 0.1)`` is weakly typed, and an optimizer's result is not:
     ``jax.jit`` compiles again for the second call. A counter that begins as ``0`` stays
     weakly typed until a checkpoint restores it. It is strongly typed here if the
-    program is the same. An argument is state if a part of it is donated.
+    program is the same. State: arguments with a donated part and a new value in the
+    results (`successors`).
     """
     every = arguments_of(step.in_tree)
     state = [(own, tree) for own, tree in every if any(step.donated[i] for i in own)]
@@ -440,7 +441,6 @@ def typed_as_returned(step: FlatStep) -> FlatStep:
 
 
 def _do_the_same(one: FlatStep, other: FlatStep) -> bool:
-    """True if two steps trace to one program, weak types aside; False on errors."""
     if one is other:
         return True
     try:
@@ -451,7 +451,7 @@ def _do_the_same(one: FlatStep, other: FlatStep) -> bool:
 
 
 def arguments_of(in_tree: Any) -> Iterator[tuple[range, Any]]:
-    """Yields (indices of its leaves, structure) for each argument in an `in_tree`."""
+    """Yields (indices of its leaves, structure) for each argument; not static ones."""
     start = 0
     for tree in (one for part in in_tree.children() for one in part.children()):
         yield range(start, start + tree.num_leaves), tree
@@ -461,11 +461,11 @@ def arguments_of(in_tree: Any) -> Iterator[tuple[range, Any]]:
 def successors(
     step: FlatStep, state: Iterable[tuple[range, Any]]
 ) -> Iterator[tuple[range, int | None, Sequence[Any]]]:
-    """Yields (argument's leaves, position of the result that replaces it, its types).
+    """Yields (argument's leaves, position of its new value, the new value's types).
 
-    An argument is replaced by the whole result (position None), or by the first unused
-    element of a result tuple, with equal structure, shapes and dtypes. Arguments that
-    none replaces are left out. `state` has (leaves, structure) of arguments.
+    A new value is the whole result (position None), or the first unused element of a
+    result tuple or list, of equal structure, shapes and dtypes. Arguments without a new
+    value are left out. `state` has (leaves, structure) of arguments.
     """
     results = step.traced.jaxpr.out_avals
     out, start = tree_structure(step.traced.out_info), 0
@@ -491,7 +491,7 @@ def _named_leaves(
 ) -> list[tuple[int | str, str, Any]]:
     """Returns (position or keyword, path, value) of each leaf of a call's arguments.
 
-    `parts` are (path, value) of other parts of the arguments, in place of the leaves.
+    `parts` are (JAX key path, value) of other parts, in place of the leaves.
     """
     parameters = calling.parameter_names(fn)
     total = len(dynamic[0]) + len(static)
@@ -520,10 +520,10 @@ def _check_width(dtype: Any, name: str) -> None:
 
 
 def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
-    """Returns shape, dtype and weak type of an argument's leaf.
+    """Returns shape, JAX's dtype and weak type of an array, number or shape.
 
     Raises:
-        StepNotTraceable: the leaf is no array and no number.
+        StepNotTraceable: the leaf is another object, a jax.Ref, or an array of text.
     """
     if isinstance(leaf, jax.Ref):
         raise StepNotTraceable(

@@ -46,10 +46,10 @@ PRECISION = "|".join(["", *(one.pattern for one in PRECISIONS.values())])
 
 
 def find_precision(given: str) -> Precision | None:
-    """Finds a precision by what a user gave, such as "fp8:512"; None for "".
+    """Finds the precision of a setting, such as "fp8" of "fp8:512"; None for "".
 
     Raises:
-        OptionError: the precision is unknown.
+        OptionError: the setting has another name or syntax.
     """
     if not re.fullmatch(PRECISION, given):
         known = "; or ".join(one.syntax for one in PRECISIONS.values())
@@ -104,7 +104,7 @@ _ADVICE = {
 
 
 def _advice(said: str, of_no_devices: bool) -> str:
-    """Returns advice on what JAX `said` when it failed to lower a step."""
+    """Returns advice on what JAX `said` when lowering failed; never ""."""
     for words, advice in _ADVICE.items():
         if words in said.lower():
             return advice
@@ -214,8 +214,9 @@ class Lowering:
 def lower_step(
     step: FlatStep, in_shardings: Sequence[NamedSharding], out_shardings: Any
 ) -> Lowering:
-    """Lowers a step with these shardings, and normalises its module.
+    """Lowers a step with these shardings, normalises and rewrites its module.
 
+    Some scatters then sum in float32, and some products have the step's `precision`.
     The compiled program takes and returns flat leaves.
 
     Args:
@@ -223,8 +224,8 @@ def lower_step(
         out_shardings: one for all outputs, or a sequence with one for each leaf.
 
     Raises:
-        StepNotTraceable: JAX cannot trace or lower the function for several devices, or
-            it has ordered effects.
+        StepNotTraceable: JAX cannot trace or lower it, or it has ordered effects.
+        OptionError: the step's `precision` is unknown, or its paths match no argument.
     """
     check_settings()
     out_tree = tree_structure(step.traced.out_info)
@@ -302,7 +303,7 @@ def trace(step: FlatStep, mesh: Mesh | AbstractMesh) -> tuple[Program, Lowering]
     devices.
 
     Raises:
-        StepNotTraceable: JAX cannot trace the function.
+        StepNotTraceable, OptionError: as for `lower_step`.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
     lowering = lower_step(step, [replicated] * len(step.avals), replicated)
@@ -313,7 +314,7 @@ def trace(step: FlatStep, mesh: Mesh | AbstractMesh) -> tuple[Program, Lowering]
 
 
 def read_lowering(step: FlatStep, lowering: Lowering) -> Program:
-    """Reads the program of a lowered step."""
+    """Reads the program of a lowered step; `Program.given` stays empty."""
     paths, _ = tree_flatten_with_path(
         tree_unflatten(lowering.out_tree, range(lowering.out_tree.num_leaves))
     )
@@ -335,7 +336,7 @@ def read_lowering(step: FlatStep, lowering: Lowering) -> Program:
 
 
 def _aliases(module: ir.Module, donated: Sequence[bool]) -> tuple[int | None, ...]:
-    """Returns for each argument the index of the output written over it, or None."""
+    """Returns for each argument the output that JAX lets overwrite it, or None."""
     function = shardy.main_function(module)
     attributes = ir.ArrayAttr(function.attributes["arg_attrs"])
     found: list[int | None] = []
@@ -348,7 +349,7 @@ def _aliases(module: ir.Module, donated: Sequence[bool]) -> tuple[int | None, ..
 
 
 def exported(step: FlatStep, lowering: Lowering) -> jax.export.Exported:
-    """Exports a lowered step with the changes to its module.
+    """Exports a lowered step, with changes to its module, as a function of leaves.
 
     JAX's public API exports only what it lowers itself.
     """

@@ -2,8 +2,8 @@
 
 A plan's results are compared with another program's in float32. In bfloat16 orders of
 summation differ too much, and optimizers that divide numbers by their size amplify the
-difference. Widening changes types only: ops, their order, shardings and collectives
-stay.
+difference. Widening may add conversions and remove roundings. The order of other ops,
+shardings and collectives stay.
 
 :class:`Written` has the ops that a kernel replaces, so that both can be compared.
 """
@@ -54,9 +54,9 @@ class Widened:
     Attributes:
         step: the step with wider arguments and results.
         lowering: its lowering.
-        narrow: names of ops that still compute in less than float32.
-        double: True if all floats are float64.
-        unchanged: True if nothing was widened.
+        narrow: names of ops that keep narrow types; see `widen`.
+        double: True if all floats are float64, and there are some.
+        unchanged: True if the module's text stays as it was.
     """
 
     step: FlatStep
@@ -74,7 +74,7 @@ def widened(
     *,
     perturbed: bool = False,
 ) -> Widened:
-    """Returns a lowered step with float32 in place of every narrower float.
+    """Returns a lowered step with float32 in place of narrower floats; see `widen`.
 
     Matrix products have the highest precision, except on CPUs, which have only one.
     Other ops in float32 or more stay.
@@ -146,17 +146,17 @@ def widen(
     perturbed: bool = False,
     only_data: bool = False,
 ) -> tuple[str, ...]:
-    """Widens a normalised module to float32, in place.
+    """Widens a normalised module to float32, in place; some ops keep narrow types.
 
     Args:
         precise: True gives matrix products the highest precision.
-        perturbed: True moves narrow operands and results of external kernels up or down
-            by half of their last bit, a little more than rounding.
-        only_data: True keeps types of values computed from constants and integers.
+        perturbed: True moves narrow operands of such ops, and results of external
+            kernels, up or down by half of their last bit, a little more than rounding.
+        only_data: True keeps types of values computed from constants and integers only.
 
     Returns:
-        Names of ops that keep narrow types: external kernels, and readers of the bits
-        of narrow floats.
+        Names of ops that keep narrow types, such as external kernels, and of those that
+        `only_data` keeps. Roundings of float32 to 8 bits stay, without a name.
     """
     with module.context, ir.Location.unknown():
         functions = _called(module)
@@ -197,7 +197,7 @@ def widen(
 
 
 def _of_integers(module: ir.Module) -> set[ir.Operation]:
-    """Returns main's ops that depend on constants and on integer arguments only."""
+    """Returns main's region-free ops that need only constants and integer arguments."""
     block = shardy.main_block(module)
     known: set[ir.Value] = {
         a
@@ -270,14 +270,13 @@ def _is_exact(op: ir.Operation) -> bool:
 
 
 def _name(op: ir.Operation) -> str:
-    """Returns an op's name, with the target of a call."""
     called = (name for name in ("call_target_name", "name") if name in op.attributes)
     texts = [ir.StringAttr(op.attributes[name]).value for name in called]
     return " ".join([op.name, *texts])
 
 
 def _join(op: ir.Operation, reads: Sequence[ir.Type], perturbed: bool) -> None:
-    """Converts narrow operands to `reads`, and narrow results to float32."""
+    """Converts operands back to narrow types of `reads`, narrow results to float32."""
     for index, kind in enumerate(reads):
         if _is_narrow(kind):
             with ir.InsertionPoint(op):
@@ -351,7 +350,7 @@ class Written:
             are not `derived`, then `foreign`.
         foreign: inputs that the replacement does not read, such as another loop's
             residuals.
-        derived: ids of reads that can be computed from other reads.
+        derived: ids of reads that can be computed from other reads or constants.
         makes: ids of the results of the replacement.
     """
 
@@ -392,8 +391,8 @@ class Written:
     def widened(self, *shardings: NamedSharding) -> jax.stages.Lowered:
         """Like `lower`, with float32 in place of narrow floats, also in the signature.
 
-        Masks and positions, and operands and results of external kernels, keep their
-        types.
+        Values from integers and constants only, such as masks, keep their types. So do
+        operands and results of external kernels. Products have the highest precision.
         """
         module = shardy.stablehlo(self.lower(*shardings))
         widen(module, only_data=True)
@@ -445,7 +444,7 @@ def written(program: Program, replacement: Replacement) -> Written:
 def _between(
     program: Program, inputs: Collection[int], outputs: Collection[int]
 ) -> tuple[set[int], set[int]]:
-    """Returns ids of ops that make outputs from inputs, and of other values needed."""
+    """Ids of ops without regions from inputs to outputs, and of values they lack."""
     ops: set[int] = set()
     free: set[int] = set()
     known = set(inputs)

@@ -1,1 +1,1 @@
-"""The race: compiles whole programs, times them in turn; the fastest is the plan."""
+"""The race: compiles programs, times them in turn; the simplest of the fastest wins."""

@@ -219,7 +219,7 @@ class FlatStep:
 
     @cached_property
     def flat_fn(self) -> Callable[..., Any]:
-        """`fn` with a parameter for each leaf, static values set; returns its pytree."""
+        """`fn` with a parameter for each leaf, static ones set; returns its pytree."""
 
         def flat(*leaves: Any) -> Any:
             ins, outs = ({pair[side] for pair in self.in_host} for side in (0, 1))

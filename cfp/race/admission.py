@@ -4,8 +4,8 @@ A candidate is a whole program. `compile_until_enough_fit` compiles candidates b
 predicted time, under a memory budget. Three rules skip candidates:
 
 - *Reach*: the predicted time exceeds `reach` times that of the fastest that fits.
-- *Refusals*: `MOST_REFUSED` compiled candidates did not fit. Candidates that an earlier
-  run compiled too large do not count; `MOST_REFUSED` of these get a memory limit.
+- *Refusals*: `MOST_REFUSED` compiled candidates did not fit. Those too large in an
+  earlier run do not count; they are skipped after as many failed with a memory limit.
 - *Memory*: by prediction the candidate cannot fit, even with the memory limit. If its
   predicted memory times `COMPILED_TO_PREDICTED` exceeds the budget, it is compiled with
   XLA's memory limit only (if XLA has one), at one constraint level.
@@ -15,19 +15,19 @@ exempt from                reach       refusals       memory
 =========================  ==========  =============  ===========
 the plan, and remembered   yes         yes            yes
 the best preset            yes         no             no
-without a prediction       yes         no             yes
+no predicted time / size   yes / no    no / no        no / yes
 others                     no          no             no
 =========================  ==========  =============  ===========
 
 A candidate that does not fit is compiled again with memory limits, if it may fit then,
-the loosest first. Rematerialized programs are separate candidates
-(:mod:`cfp.race.programs`). After the deadline, only the first candidate is compiled.
-Without a race, compiling ends with the first that fits. Without a budget, the reach and
-`MOST_RACED` decide.
+the loosest first. Such variants have no exemptions. Rematerialized programs are other
+candidates (:mod:`cfp.race.programs`). After the deadline, a first is compiled, but no
+second. Without a race, compiling ends with the first that fits. Without a budget, the
+reach and `MOST_RACED` decide.
 
 *Memory limit* is an option of XLA, not the budget. XLA uses free device memory to hide
-latency. With a limit, it rematerializes ops until the program is below the limit: fewer
-and cheaper ops than a whole segment's.
+latency. With a limit, it rematerializes ops to need about that much: fewer and cheaper
+ops than a whole segment's.
 
 If no program fits, an error names the largest parts of its memory, and remedies.
 """
@@ -75,7 +75,7 @@ from cfp.settings import (
 
 
 def may_fit(memory: MemoryBudget, size: CompiledBytes) -> bool:
-    """True if a program fits, or may fit with XLA's memory limit.
+    """True if a program fits, or might with a memory limit; XLA may not have one.
 
     Args:
         size: memory without the limit; zeros, if compiling failed, give False.
@@ -87,7 +87,7 @@ def may_fit(memory: MemoryBudget, size: CompiledBytes) -> bool:
 def limit_options(
     memory: MemoryBudget, size: CompiledBytes
 ) -> Mapping[str, Mapping[str, str]]:
-    """Returns {suffix of a name: XLA options} that reduce memory, the fastest first.
+    """Returns {suffix of a name: XLA options} that may save memory, the fastest first.
 
     Empty if XLA has no memory limit on the platform, or if a device has no more memory
     than the budget, or than the program needs without temporaries.
@@ -166,8 +166,8 @@ class Admitted:
 
     Attributes:
         fitting: results of compiled candidates that fit.
-        refused: results of compiled candidates that do not fit, or failed.
-        left: (candidate, reason) of those that were not compiled.
+        refused: results of candidates that do not fit, failed, or were chosen too late.
+        left: (candidate, reason) of those that were not chosen for compiling.
     """
 
     fitting: list[RaceResult] = field(default_factory=list)
@@ -236,7 +236,7 @@ class _Admission:
         """Selects candidates, with variants, to compile next; empty if it is enough.
 
         First the plan and remembered candidates, in spite of refusals. Then those
-        within reach, the best preset first, since the deadline may come before others.
+        within reach, the best preset first. Without a race: only the fastest predicted.
         """
         reach, however_slow = self.reach, self.however_slow
         self.queue.sort(key=lambda ways: expected_ms(ways[0]))
@@ -273,7 +273,7 @@ class _Admission:
         return [ways for ways in found if ways[0].choice in few]
 
     def sort_in(self, ways: _Ways, made: Sequence[RaceResult]) -> None:
-        """Records results of a candidate; if none fits, queues variants with limits.
+        """Records results up to the first that fits; without one may queue variants.
 
         Args:
             made: results of the first variants, one or more.
@@ -325,7 +325,7 @@ def compile_until_enough_fit(
         size_of: predicted memory of a candidate; None if unknown.
         reach: ``{level: limit of predicted time}``, as a multiple of the fastest that
             fits (of all, until one fits); None to end with the first that fits.
-        known: keys of remembered candidates, which are compiled in any case.
+        known: keys of remembered candidates, exempt from all three rules.
         compiled: ``{key: memory}`` of candidates compiled in earlier runs.
         at_once: number of programs that compile side by side. With fewer candidates,
             tighter limits are tried beside the loosest.
@@ -420,7 +420,7 @@ def no_winner(
         results: results of candidates that were compiled, or failed.
         budget_bytes: largest memory of a program per device; None without a budget.
         reserve_bytes: the rest of the user's budget, for the allocator.
-        problem: the error names its leanest choice, the same for each budget.
+        problem: the error names its leanest choice if compiled, else the smallest one.
     """
     compiled = [r for r in results if r.peak_bytes]
     failed = [r for r in compiled if r.fits] if compiled else results
@@ -511,7 +511,7 @@ def _error(
 def _advice(
     analysis: Analysis, choice: Choice, parts: Sequence[str], large: set[str]
 ) -> str:
-    """Returns the rest of a sentence of remedies; `parts` are the largest first."""
+    """Returns what follows "Raise the budget"; `large` are the parts worth a remedy."""
     advice = ""
     if large != {RESERVE}:  # Each device has a reserve, so more devices do not help.
         advice += ", use more devices"

@@ -219,7 +219,7 @@ class FlatStep:
 
     @cached_property
     def flat_fn(self) -> Callable[..., Any]:
-        """`fn` with a parameter for each leaf, static ones set; returns its pytree."""
+        """`fn` with a parameter a leaf, static arguments set; returns its pytree."""
 
         def flat(*leaves: Any) -> Any:
             ins, outs = ({pair[side] for pair in self.in_host} for side in (0, 1))
@@ -293,8 +293,8 @@ class FlatStep:
         The code may run again: with explicit axes, or to find lost in-place changes.
 
         Raises:
-            StepNotTraceable: JAX cannot trace the function, in-place changes of
-                arguments would be lost, or it overwrites an array of its closure.
+            StepNotTraceable: JAX cannot trace the function, its changes of arguments
+                would be lost, or it overwrites an array in its closure or globals.
         """
         check_settings()
         name = self.flat_fn.__name__

@@ -349,7 +349,7 @@ def _aliases(module: ir.Module, donated: Sequence[bool]) -> tuple[int | None, ..
 
 
 def exported(step: FlatStep, lowering: Lowering) -> jax.export.Exported:
-    """Exports a lowered step, with changes to its module, as a function of leaves.
+    """Exports a lowered step and changes of its module, as a function of flat leaves.
 
     JAX's public API exports only what it lowers itself.
     """

@@ -2,8 +2,8 @@
 
 A plan's results are compared with another program's in float32. In bfloat16 orders of
 summation differ too much, and optimizers that divide numbers by their size amplify the
-difference. Widening may add conversions and remove roundings. The order of other ops,
-shardings and collectives stay.
+difference. Widening may add conversions and remove roundings. Shardings, collectives
+and the order of other ops stay.
 
 :class:`Written` has the ops that a kernel replaces, so that both can be compared.
 """

@@ -2,21 +2,21 @@
 
 A candidate is a choice for a segment (a run of blocks; equal segments have one kind).
 The first ones are parts of presets and the best by estimate, with kernels if possible.
-One of each kind is measured without kernels, too, and more if a kernel is slower there
+One of each kind is measured without kernels, too; all are if its kernels are slower
 (docs/decisions.md, "Kernels are measured in place of written attention"). If the
 fastest choice fits in memory, measuring ends: more rounds made no plan faster
 (docs/decisions.md, "Where memory decides, likely strategies are measured next").
 
 Otherwise rounds follow. Unmeasured candidates enter the search with expected costs
 (`expect`), and the picked ones are measured. Rounds end when no candidate is expected
-to make the best plan faster by enough, or at the deadline. Estimates leave out hidden
-communication, temporaries, and the cost of rematerializing. `expect` corrects each by
-the median of the kind's measured candidates. Without a measurer, estimates alone decide
-(`estimate_options`), as on virtual and described devices.
+to make the best plan faster by enough, at the deadline, or if the memory budget
+excludes no choice that is faster by enough. Estimates are inexact: `expect` corrects
+their times and memory by medians of the kind's measured candidates. On virtual and
+described devices, estimates alone decide (`estimate_options`).
 
 With a deadline, the parts of one preset after another are measured, the fastest preset
-by estimate first. At least one candidate of each kind is measured in any case.
-A `Solution` holds the candidates for the plan, each with its predicted cost.
+by estimate first. The deadline does not hold for kinds without a measured candidate.
+A `Solution` holds whole programs (`Candidate`) that may become the plan.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ from cfp.settings import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Estimated step time of the best choice for a program.
+    """Estimated step time of the fastest choice that fits, else of the leanest one.
 
     Attributes:
-        fits: True if the choice fits in the memory budget, by estimate.
+        fits: True if a choice fits in the memory budget, by estimate.
         profiles: result of the profile pass if estimates alone decide; otherwise None.
     """
 
@@ -82,7 +82,7 @@ class Candidate:
     """A whole program that may become the plan.
 
     Attributes:
-        predicted_ms: step time by the profiles; None if parts were not measured.
+        predicted_ms: step time by the profiles, measured or estimated; None if unknown.
         level: how much of the choice the compiler must follow.
         options: XLA compiler options.
     """
@@ -96,11 +96,11 @@ class Candidate:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key, equal for candidates that compile to the same program."""
+        """Choice, level and options: equal keys compile to the same program."""
         return self.choice, self.level, tuple(sorted(self.options.items()))
 
     def without(self, options: Iterable[str], name: str) -> Candidate:
-        """Returns the candidate without some of its options, by another name."""
+        """Returns the candidate without options of these names, renamed to `name`."""
         kept = {key: self.options[key] for key in self.options.keys() - {*options}}
         return replace(self, name=name, options=kept)
 
@@ -110,7 +110,7 @@ RACE_SECONDS = "race_seconds"
 
 
 class Stage(StrEnum):
-    """Stages of a search; the next begins if no candidate fits when compiled."""
+    """Stages of a search; a later one may begin if no candidate fits when compiled."""
 
     PREDICTED = "predicted"  # Choices that fit by predicted memory.
     CORRECTED = "corrected"  # The same, corrected by the memory of compiled programs.
@@ -122,13 +122,12 @@ class Solution:
     """Result of the search.
 
     Attributes:
-        candidates: the best by prediction, then presets and other promising choices.
-        unraced: ``{preset that does not race: reason}``.
+        candidates: usually the best by prediction, then presets and other choices.
+        unraced: ``{unmixed preset that the search left out: reason}``.
         problem: the searched one; None for a preset by name, unless estimates decide.
         counts: counts and seconds of the passes so far.
-        rates: rates of the devices (compute, memory, collectives); None if not read.
-        named: choices by name of the presets among the candidates, with their kernels
-            and without rematerialization.
+        rates: rates of the devices (compute, memory, collectives); None if unknown.
+        named: a search's presets by name, with kernels, without rematerialization.
         profiles: the searched profiles; None for a preset by name.
     """
 
@@ -144,7 +143,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted step time and memory of a choice; None if parts were not measured.
+    """Predicted step time and memory of a choice; both None if a part has no option.
 
     Attributes:
         size: memory of each device. Values that live during the whole step count as
@@ -163,7 +162,7 @@ class Prediction:
 def prediction_of(
     analysis: Analysis, problem: Problem | None, choice: Choice
 ) -> Prediction:
-    """Predicts a choice's cost; all None if `problem` is None or lacks its options."""
+    """Predicts a choice's cost; all None unless `problem` has options for all parts."""
     picks = None if problem is None else picks_of(analysis, problem, choice)
     if problem is None or picks is None:
         return Prediction()
@@ -265,7 +264,7 @@ def estimate_options(
         presets: ``{name: choice for the whole program}``.
         per_kind: largest number of other candidates of each kind.
         budget_bytes: memory per device; None for no limit.
-        for_memory: allowed kernels if the fastest choice with `replacing` may not fit.
+        for_memory: kernels in place of `replacing` if the fastest choice may not fit.
     """
     parts = preset_parts(costs.analysis, presets.values())
 
@@ -334,17 +333,17 @@ def measure_candidates(
     budget_bytes: int | None,
     measurer: Measurer,
 ) -> Profiles:
-    """Measures candidates in rounds, until no other is likely to be much faster.
+    """Measures candidates: one round, or more if memory excludes faster choices.
 
     Args:
-        per_kind: largest number of candidates of each kind of segment; the same limit
-            holds for rematerialized ones.
+        per_kind: largest number of candidates of each kind of segment, and of
+            rematerialized ones. Presets' parts may exceed it; kernels do not count.
         others: best candidates by estimate in the first round, besides presets' parts.
         measurer: measures jobs, or looks them up. It exceeds its deadline until each
             kind has a measured candidate.
 
     Raises:
-        CfpError: no candidate of some kind could be measured.
+        CfpError: all candidates of some kind failed.
     """
     first = maker.first(per_kind, others)
     pairs = _written_twice(maker, first)
@@ -387,10 +386,7 @@ def measure_candidates(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Written:
-    """Requests for a candidate without kernels, and for its variants with kernels.
-
-    The reference, one of each kind, has both measured in the first round.
-    """
+    """Requests without and with kernels; `written` can wait unless `is_reference`."""
 
     written: MeasurementRequest
     replaced: Sequence[MeasurementRequest]
@@ -400,7 +396,7 @@ class _Written:
 def _written_twice(
     maker: RequestBuilder, first: Sequence[MeasurementRequest]
 ) -> list[_Written]:
-    """Pairs requests with kernel variants; the reference is a kind's best estimate."""
+    """Pairs requests with kernel variants, if any; marks a kind's best by estimate."""
     found = []
     for kind, estimate in enumerate(maker.estimates):
         mine = [item for item in first if item.kind == kind]
@@ -434,7 +430,7 @@ def _needed_as_written(
     """
 
     def is_no_slower(way: MeasurementRequest, written: MeasurementRequest) -> bool:
-        """False if the sum of times alone and in a pair is clearly larger for `way`."""
+        """False if `way` is clearly slower: times alone, plus those of pairs if any."""
         if not written.is_measured(records):
             return True
         mine_ms, written_ms = way.pair_ms(records), written.pair_ms(records)
@@ -460,7 +456,7 @@ def _needed_as_written(
 def _by_preset(
     maker: RequestBuilder, wanted: Sequence[MeasurementRequest]
 ) -> list[list[MeasurementRequest]]:
-    """Groups requests: the fastest preset's by estimate, those of none, the others."""
+    """Groups requests by their fastest preset, in order; those of none come second."""
     analysis, presets = maker.costs.analysis, maker.presets
     times_ms = preset_times(analysis, maker.estimates, presets)
     names = sorted(presets, key=times_ms.__getitem__)
@@ -480,7 +476,10 @@ def _by_preset(
 def _in_time(
     groups: Sequence[Sequence[MeasurementRequest]], measurer: Measurer
 ) -> dict[str, ProfileRecord]:
-    """Measures groups until the deadline; then only kinds without a measurement."""
+    """Measures groups until the deadline; then only kinds without a measurement.
+
+    A group that begins in time is finished if it has such a kind.
+    """
     wanted = [item for group in groups for item in group]
     missing = {item.kind for item in wanted}
     records: dict[str, ProfileRecord] = {}
@@ -525,7 +524,7 @@ class _Round:
                 self.asked[item.kind][item.candidate] = item
 
     def ask(self) -> list[MeasurementRequest]:
-        """Returns requests for candidates that are expected to make the plan faster.
+        """Returns requests, if any, for candidates expected to make the plan faster.
 
         If nothing is expected to fit, requests the leanest choice, rematerialized.
         """
@@ -544,7 +543,7 @@ class _Round:
         return self.found
 
     def _likely(self, kind: int) -> list[Option]:
-        """Returns unmeasured candidates of a kind, with expected costs."""
+        """Returns the best unrequested candidates by estimate, with expected costs."""
         measured, asked = self.problem.options[kind], self.asked[kind]
         costs, estimate = self.maker.costs, self.maker.estimates[kind]
         ranked = ranked_candidates(estimate, ROUND_SIZE + len(asked))
@@ -562,7 +561,7 @@ class _Round:
         return expect(costs, kind, estimate, measured, found)
 
     def _propose(self, likely: Sequence[Sequence[Option]], goal_ms: float) -> None:
-        """Requests the solver's picks below `goal_ms` until `ROUND_SIZE` are found."""
+        """Requests new picks of plans below `goal_ms`, about `ROUND_SIZE` at most."""
         measured, budget_bytes = self.problem.options, self.problem.budget_bytes
         while len(self.found) < ROUND_SIZE:
             options = [
@@ -583,7 +582,7 @@ class _Round:
     def _may_add(self, kind: int, candidate: SegmentChoice) -> bool:
         """True if a candidate is new, and `per_kind` is not reached.
 
-        A rematerialized candidate counts its base, too, unless that was requested.
+        Rematerialized ones count apart; an unrequested base must be allowed, too.
         """
         asked = self.asked[kind]
         if candidate in asked:
@@ -596,7 +595,7 @@ class _Round:
         return candidate.plain in asked or plain < self.per_kind
 
     def _add(self, kind: int, candidate: SegmentChoice) -> None:
-        """Requests an allowed candidate: base, kernel variants, then rematerialized."""
+        """Requests a candidate if allowed: new base, variants, then rematerialized."""
         if not self._may_add(kind, candidate):
             return
         maker, plain = self.maker, candidate.plain

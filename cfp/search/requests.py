@@ -72,8 +72,8 @@ def _constrain(
 ) -> Constraints:
     """Makes the constraints of a part of a program, reduced to a level.
 
-    `remat` and `kernels` name segments by index. A kernel's uses of its operands have
-    no constraints: keys of ring attention must not be gathered.
+    `remat` and `kernels` name segments by index. One device has no sharding constraint.
+    A kernel's uses of its operands have none: keys of ring attention stay sharded.
     """
     frame, program = layout.frame, layout.frame.program
     replaced = [
@@ -203,14 +203,14 @@ def whole_job(
 
 
 def _under(job: Job, options: Mapping[str, str]) -> Job:
-    """Returns a job under XLA options, which its key has."""
+    """Adds XLA options to a job and to its key; none change nothing."""
     chosen = tuple(sorted(options.items()))
     key = ProfileKey((*job.key.parts, ("options", repr([*chosen]))))
     return replace(job, key=key, options=chosen) if chosen else job
 
 
 def _returned(frame: Frame, part: Part) -> Iterator[tuple[int, int, int]]:
-    """Yields (part's input, part's output, program's argument) indices of renewals."""
+    """Yields (part's input, output with its new value, program's argument) indices."""
     program = frame.program
     position = {v: i for i, v in enumerate(program.args)}
     places = {v: i for i, v in enumerate(part.outputs)}
@@ -239,7 +239,7 @@ def _job(
     frame, program = layout.frame, layout.frame.program
 
     def even(v: int, spec: Spec | None) -> Spec:
-        """Drops axes that do not divide a dim: jit's arguments need even shardings."""
+        """Makes a spec even, as jit's arguments need, or replicated if it is None."""
         shape = program.values[v].shape
         return even_spec(spec or ((),) * len(shape), shape, frame.mesh)
 
@@ -307,8 +307,8 @@ class MeasurementRequest:
     ======================  ========================  =============================
 
     The second time is at least 0.4 of alone; if the neighbour or the pair failed, it is
-    alone. The difference that is added to a base is at least 0. "alone" and "pair" of
-    the last two cases run the rematerialized segment.
+    alone. The difference that is added to a base is at least 0; if the base failed, the
+    time is alone. In the last two cases, "alone" and "pair" are rematerialized.
 
     Attributes:
         kind: the segment's kind, a number.
@@ -336,7 +336,7 @@ class MeasurementRequest:
         return any(record is not None and not record.ok for record in known)
 
     def outcome(self, records: Mapping[str, ProfileRecord]) -> ProfileRecord | None:
-        """Returns the first job's record; None while one is missing, also of the base.
+        """Returns the first job's record; None while any is missing, also of the base.
 
         Returns a failed record if the cost cannot be derived: the first job failed, or
         any job of a rematerialized candidate.
@@ -373,7 +373,7 @@ class MeasurementRequest:
         return alone_ms + self._more_ms(records) if self._pair(records) else alone_ms
 
     def pair_ms(self, records: Mapping[str, ProfileRecord]) -> float | None:
-        """Returns the pair's time, ms; None without it, or if a job of it failed."""
+        """Returns the pair's time, ms; None unless pair and neighbour are measured."""
         pair = self._pair(records)
         return pair[1].time_ms if pair else None
 
@@ -451,7 +451,7 @@ class Profiles:
 
     @property
     def failed_kernels(self) -> dict[SegmentKernels, str]:
-        """Kernels that ran in no candidate: ``{kernels: "failed: first reason"}``."""
+        """Kernels that always failed: ``{kernels: "failed: STATUS: first REASON"}``."""
         failed: dict[SegmentKernels, str] = {}
         ran: set[SegmentKernels] = set()
         for item in self.requests:
@@ -557,7 +557,7 @@ class RequestBuilder:
 
     @cached_property
     def _shares(self) -> list[float]:
-        """``[kind]`` share of the step's estimated time in all its segments, 0 to 1."""
+        """``[kind]`` share of all its segments in the step's estimated time, 0 to 1."""
         counts = Counter(segment.kind for segment in self.costs.analysis.segments)
         times_ms = [
             counts[kind] * min(c.estimate_ms for c in ranked_candidates(estimate, 1))
@@ -589,12 +589,12 @@ def rematerialize(
     label: str,
     records: Mapping[str, ProfileRecord],
 ) -> MeasurementRequest:
-    """Makes the request for a candidate with its forward pass rematerialized.
+    """Makes the request for `base`'s candidate with its forward pass rematerialized.
 
-    The pair shows the bytes kept between the passes: the compiler may keep more than
-    necessary. Memory while running is taken from `base`, the request without
-    rematerialization: on 2 H200, eleven segments needed 0.89 to 1.14 times as much.
-    Without a neighbour, or if a job of the base failed, it is measured alone.
+    Without a neighbour, or if a job of the base failed, it is measured alone. Otherwise
+    the pair shows the bytes kept between the passes: the compiler may keep more than
+    necessary. Memory while running is then taken from `base`: on 2 H200, eleven
+    segments needed 0.89 to 1.14 times as much.
     """
     index = analysis.representatives[base.kind]
     candidate = replace(base.candidate, remat=True)
@@ -617,7 +617,7 @@ def measured_options(
     records: Mapping[str, ProfileRecord],
     alone: bool = False,
 ) -> list[list[Option]]:
-    """Returns ``[kind]`` options with measured costs.
+    """Returns ``[kind]`` options of the measured requests, with their costs.
 
     Candidates without kernels may be derived from measured kernel variants, by the
     median difference in other pairs of the kind.
@@ -626,7 +626,7 @@ def measured_options(
         alone: True for times of segments alone, not of pairs.
 
     Raises:
-        CfpError: no candidate of some kind could be measured.
+        CfpError: no candidate of some kind is measured.
     """
     options: list[list[Option]] = [[] for _ in costs.analysis.representatives]
     reasons: dict[int, str] = {}
@@ -661,7 +661,7 @@ def measured_options(
 
 
 def _as_written(costs: Costs, kind: int, known: Sequence[Option]) -> list[Option]:
-    """Derives missing options without kernels from measured options with kernels."""
+    """Derives missing options without kernels, if pairs with the kernels are known."""
     there = {one.candidate: one for one in known if not one.candidate.remat}
     with_kernels = [one for one in there.values() if one.candidate.kernels]
     pairs = [

@@ -9,8 +9,8 @@ depend on its maker's *class*: the maker's options with equal resharding costs. 
 makers have a few classes. Nested skips, as in a U-net, are several open values at once.
 
 Two partial choices compare if all later costs are the same after both. A partial choice
-stays if no other is better in cost, kept memory and peak (arXiv 2504.00598 compares the
-cost alone, and has no budget). A partial choice is dropped if a lower bound shows that
+stays if no other is as good in cost, kept memory and peak (arXiv 2504.00598 compares
+the cost alone, and has no budget). A partial choice is dropped if a bound shows that
 it cannot end below a cost limit. The limit starts a little above the bound for the
 whole program, and rises until a choice ends below it. The bounds:
 
@@ -149,8 +149,8 @@ class Problem:
         """Returns the problem in which only some options may be picked.
 
         Args:
-            kept: ``[kind]`` indices of the allowed options. Options keep their indices,
-                so that picks mean the same in both problems.
+            kept: ``[kind]`` indices of the allowed options, in place of earlier ones.
+                Options keep their indices, so picks mean the same in both problems.
         """
         return replace(self, kept=tuple(map(tuple, kept)))
 
@@ -202,8 +202,8 @@ class SegmentArrays(NamedTuple):
         state: bytes of each option's parameters and optimizer state.
         held: bytes of state and residuals.
         temp: further bytes while the segment runs.
-        edge_ms: ``[option before][option]`` milliseconds of resharding from the segment
-            before; one row of zeros for the first segment.
+        edge_ms: ``[option before][option]`` milliseconds of resharding between the
+            segment before and this; one row of zeros for the first segment.
         alike: for each option a number, equal for options with equal next reshardings.
         far_ms: ``{maker: [maker's class][option]}``, resharding of open values, ms.
         last_of: makers (segment indices) whose open values have their last reader here.
@@ -243,9 +243,9 @@ class Chain:
         return [self._allowed[kind][pick] for kind, pick in pairs]
 
     def to_go_ms(self, price: float) -> list[np.ndarray]:
-        """Computes lower bounds of later segments' cost, with a price on held bytes.
+        """Computes the least cost of later segments, with a price on held bytes.
 
-        Exact if no value is open. `price` is in ms per byte.
+        A lower bound: open values count with their least. `price` is in ms per byte.
 
         Returns:
             ``[number of decided segments][option of the last one]``; the first array
@@ -260,9 +260,9 @@ class Chain:
         return found[::-1]
 
     def fastest(self, price: float = 0.0) -> list[int]:
-        """Finds the choice of least cost, with a price on held bytes, without a budget.
+        """Picks, among allowed options, the least cost with a price on held bytes.
 
-        Open values count with their least cost.
+        The budget does not count. Open values count with their least cost.
         """
         picks, last = [], 0
         for segment, to_go in zip(self.segments, self.to_go_ms(price)[1:], strict=True):
@@ -272,7 +272,7 @@ class Chain:
         return picks
 
     def least_ms(self, price: float) -> float:
-        """Computes a lower bound of the cost of choices that fit, ms.
+        """Computes a lower bound of the segments' cost in choices that fit, ms.
 
         Args:
             price: ms per byte. Every price gives a valid bound; `best_price` finds the
@@ -283,7 +283,7 @@ class Chain:
         return float(self.to_go_ms(price)[0][0]) - price * (self.room or 0)
 
     def best_price(self) -> float:
-        """Finds the price (ms per byte) of the largest bound; 0 if the fastest fits.
+        """Finds the price (ms per byte) of the largest bound; 0 if no budget binds.
 
         A choice's cost at a price is a line over the price. The bound at a price is the
         lowest line. Its maximum lies where two lines cross: one of a choice that holds
@@ -322,7 +322,6 @@ class _Line(NamedTuple):
     held: int
 
     def at(self, price: float) -> float:
-        """Returns the cost, ms, if each held byte costs `price` ms more."""
         return self.cost_ms + price * self.held
 
 
@@ -404,7 +403,7 @@ _BEFORE = np.triu(np.ones((_FEW_ROWS, _FEW_ROWS), bool), 1)
 def solve(problem: Problem) -> Assignment | None:
     """Returns the choice of least cost that fits; None if no choice fits.
 
-    Of choices with equal cost, a budget selects the one of least memory.
+    Inexact with many open values. A budget selects the least memory of equal costs.
     """
     budget = problem.budget_bytes
     # The search below would have to try all choices to find that none fits.
@@ -482,7 +481,7 @@ def _walk(chain: Chain, most_ms: float, price: float) -> tuple[list[int] | None,
     """Finds the choice of least cost that fits and costs at most `most_ms`.
 
     Lower bounds take `price` ms per byte. Returns the picks, or None; and True if no
-    partial choice was dropped for its cost.
+    partial choice was dropped for its cost: some may be for `MOST_STATES`.
     """
     free, priced = chain.to_go_ms(0.0), chain.to_go_ms(price)
     # Least state of the later segments.
@@ -520,7 +519,7 @@ def _walk(chain: Chain, most_ms: float, price: float) -> tuple[list[int] | None,
 
 
 def _lowest(rows: np.ndarray, bound: np.ndarray, count: int) -> np.ndarray:
-    """Returns those `count` elements of `rows`, or fewer, with the lowest bounds."""
+    """Returns at most `count` of `rows`: those with the lowest ``bound[row]``."""
     if len(rows) <= count:
         return rows
     return rows[np.argsort(bound[rows], kind="stable")[:count]]

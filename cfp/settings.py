@@ -1,9 +1,8 @@
 """Constants that decide a plan, with their sources, and the defaults of platforms.
 
-Efficiencies of devices are in `cfp/cost`, those of kernels in their records. A source
-is a page of docs/results, an entry of docs/decisions.md, or the word "guess".
-docs/results/constants.md lists the measured constants. Limits of text, files and
-waiting are in the modules that use them.
+Efficiencies of devices are in `cfp/cost`, of kernels in their records, limits of text,
+files and waiting in the modules that use them. A source is a measurement (most are in
+docs/results/constants.md), an entry of docs/decisions.md, code, or the word "guess".
 """
 
 from __future__ import annotations
@@ -88,9 +87,10 @@ MOST_RACED = 6
 class ConstraintLevel(StrEnum):
     """Share of a plan's shardings to which the compiler is constrained.
 
-    EVERYTHING constrains every value. ARGUMENTS constrains arguments and results: XLA's
-    propagation shards the rest, and may fuse and move more. ACTIVATIONS also constrains
-    values that several blocks read. Results are the same; speeds are measured.
+    EVERYTHING constrains values throughout a step. ARGUMENTS constrains arguments and
+    results: XLA's propagation shards others, and may fuse and move more. ACTIVATIONS
+    also constrains values that several blocks read. At each level, ops that XLA may
+    shard wrongly are constrained. Results are the same up to rounding.
     """
 
     EVERYTHING = "everything"
@@ -125,8 +125,8 @@ class Replacing:
     """Kernels that may replace parts of a step, such as attention written out.
 
     Attributes:
-        kernels: names of kernels, the preferred first. A part takes the first kernel
-            that can compute it.
+        kernels: names of kernels, the preferred first. Candidates have the first kernel
+            that can compute parts of a segment.
         platform: JAX's name of the devices' platform; some kernels need a certain one.
     """
 
@@ -142,11 +142,12 @@ class PlatformDefaults:
         estimates: True chooses by estimates, without a race, unless the user sets
             ``measure``.
         estimate_reach: limit of a preset's estimated time, as a multiple of the best
-            preset's; slower presets are not measured. decisions.md, "Presets far
-            behind by estimate are not measured".
+            preset's; slower ones are measured only if memory is short or a strategy
+            fails. decisions.md, "Presets far behind by estimate are not measured".
         reach: by constraint level, limit of a candidate's predicted time, as a multiple
-            of the best that fits; slower candidates do not race.
-        levels: constraint levels of presets: all race at the first, the leader at each.
+            of the best that fits; slower candidates seldom race.
+        levels: allowed constraint levels: presets race at the first, a leading preset
+            at others. ACTIVATIONS is for choices that XLA's propagation made.
         rounds: largest number of turns of a race. Four are a guess.
         limits_memory: True if the compiler takes a memory limit.
         host_memory: True if host memory is separate from device memory.
@@ -154,9 +155,8 @@ class PlatformDefaults:
         combined_bytes: largest size of a collective that the compiler combines from
             several independent ones.
         launch_ms: the least time of a kernel, however little it computes.
-        compiler_options: named sets of XLA options; the leader also races with each.
-        first_options: named sets that all candidates race with if no memory budget is
-            given.
+        compiler_options: named sets of XLA options that the leader may race with.
+        first_options: a named set: all candidates race with it without a memory budget.
         slow_to_tune: by names of kernels, options that turn them off. Segments and
             candidates compile with all of these; the plan by prediction also races
             without each.
@@ -239,6 +239,6 @@ _PLATFORMS = {"cpu": _CPU, "gpu": _GPU, "cuda": _GPU, "rocm": _GPU}
 
 
 def defaults_of(platform: str) -> PlatformDefaults:
-    """Returns the defaults of a platform, by JAX's name ("cpu", "gpu", "cuda", ...)."""
+    """Returns defaults by JAX's name of a platform ("gpu"), general ones if unknown."""
     found = _PLATFORMS.get(platform, PlatformDefaults(reach=_REACH))
     return replace(found, replacing=Replacing(platform=platform))

@@ -55,8 +55,8 @@ class Target:
     Attributes:
         donate: positions of arguments that the step may overwrite.
         static: positions of arguments that are not arrays.
-        make_args: makes arrays from a pytree of shardings for each argument that is
-            not static, and a random seed; returns all arguments.
+        make_args: puts arrays on devices, and draws others, by a pytree of shardings
+            for each argument that is not static, and a seed; returns all arguments.
     """
 
     name: str
@@ -90,12 +90,12 @@ def resolve(
 
     Args:
         options: words of the command line that the command itself does not know.
-        donate: positions of donated arguments of a user's step.
-        static: positions of arguments of a user's step that are not arrays.
+        donate: positions of donated arguments of a user's step; a model takes none.
+        static: the same of arguments that are not arrays.
 
     Raises:
-        CfpError: the target or an option is unknown, or the user's function fails or
-            does not return a step with arguments.
+        CfpError: the target, an option or a position is wrong, or the user's code
+            fails or does not return a step with arguments.
     """
     if ":" in text:
         return _function_target(text, options, tuple(donate), tuple(static))
@@ -148,7 +148,7 @@ def model_target(name: str, options: dict[str, Scalar]) -> Target:
 
 
 def parse_options(model: str, words: Sequence[str]) -> dict[str, Scalar]:
-    """Reads a model's options from ``--layers 4 --hidden=1024 --tied``.
+    """Reads the given options of a model from ``--layers 4 --hidden=1024 --tied``.
 
     Raises:
         CfpError: an option is unknown, lacks its value, or has one of another type.
@@ -276,7 +276,7 @@ def _option(parameter: inspect.Parameter) -> ModelOption:
 
 
 def _callable_as_they_are(module: ModuleType) -> list[str]:
-    """Lists a module's own functions that can be called without arguments."""
+    """Lists names of a module's own functions callable without arguments."""
     return [
         name
         for name, value in vars(module).items()
@@ -323,7 +323,7 @@ def _load_module(where: str, text: str) -> ModuleType:
 
 
 def _guarded(call: Callable[[], Any], what: str) -> Any:
-    """Calls the user's code; its exceptions become CfpErrors that name its line."""
+    """Calls the user's code; its errors become CfpErrors that name its line, if any."""
     try:
         return call()
     except CfpError:
@@ -358,7 +358,7 @@ def _may_pick(leaf: Any) -> bool:
 def _rows(
     step: FlatStep, places: Sequence[Any], which: Collection[int]
 ) -> dict[int, int]:
-    """Returns {leaf's index: number of rows} of leaves that pick rows in the step."""
+    """Returns {index: fewest rows} of leaves `which` that pick rows in the step."""
     place = places[0]
     if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
         mesh = planning_mesh(place.mesh)
@@ -373,7 +373,7 @@ def _rows(
 def _made(
     leaves: Sequence[Any], places: Sequence[Any], rows: Mapping[int, int], seed: int
 ) -> list[Any]:
-    """Puts arrays on devices, and draws numbers for shapes; indices below `rows`."""
+    """Puts arrays on devices, and draws numbers for shapes; `rows`: see `_random`."""
     drawn = {
         i: leaf
         for i, leaf in enumerate(leaves)
@@ -396,7 +396,7 @@ def _made(
 def _random(
     seeds: tuple[int, int], shape: tuple[int, ...], dtype: Any, rows: int
 ) -> jax.Array:
-    """Draws small numbers, not negative; integers are below `rows`; or random keys."""
+    """Draws random keys, positive floats, or integers below `rows` (a scalar: 1)."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         first = jax.random.key(seeds[1], impl=key_name(dtype))
         return jax.random.split(jax.random.fold_in(first, seeds[0]), shape)

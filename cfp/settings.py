@@ -156,7 +156,7 @@ class PlatformDefaults:
             several independent ones.
         launch_ms: the least time of a kernel, however little it computes.
         compiler_options: named sets of XLA options that the leader may race with.
-        first_options: a named set: all candidates race with it without a memory budget.
+        first_options: one named set that all race with if no memory budget is given.
         slow_to_tune: by names of kernels, options that turn them off. Segments and
             candidates compile with all of these; the plan by prediction also races
             without each.

@@ -203,7 +203,7 @@ def whole_job(
 
 
 def _under(job: Job, options: Mapping[str, str]) -> Job:
-    """Adds XLA options to a job and to its key; none change nothing."""
+    """Adds XLA options to a job and its key; without options, the job is unchanged."""
     chosen = tuple(sorted(options.items()))
     key = ProfileKey((*job.key.parts, ("options", repr([*chosen]))))
     return replace(job, key=key, options=chosen) if chosen else job
@@ -423,7 +423,7 @@ class Profiles:
 
     Attributes:
         presets: choices by name of presets that are worth measuring.
-        costs: costs of segments, by which these presets were selected.
+        costs: estimated costs of segments, such as resharding between them.
         has_all_presets: True if these are all presets that may fit; otherwise presets
             far behind by estimate are left out.
         memory_bound: True if the fastest choice may not fit in memory.
@@ -471,7 +471,7 @@ class RequestBuilder:
     """Makes requests to measure candidates of segments.
 
     Attributes:
-        presets: ``{name: choice}``; all their parts are measured.
+        presets: ``{name: choice}``; `first` requests all their parts.
         environment: parts of the records' keys that name devices and software.
         in_context: True to measure segments together with a neighbour, too.
         options: XLA options of all segments.

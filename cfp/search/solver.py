@@ -403,7 +403,7 @@ _BEFORE = np.triu(np.ones((_FEW_ROWS, _FEW_ROWS), bool), 1)
 def solve(problem: Problem) -> Assignment | None:
     """Returns the choice of least cost that fits; None if no choice fits.
 
-    Inexact with many open values. A budget selects the least memory of equal costs.
+    May be inexact with many open values. Of equal costs, a budget takes the leanest.
     """
     budget = problem.budget_bytes
     # The search below would have to try all choices to find that none fits.

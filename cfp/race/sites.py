@@ -124,7 +124,7 @@ def _compare(
         lowered = [part.lower(*shardings), part.widened(*shardings)]
         with CompilePool(2) as pool:
             begun = [
-                pool.start("", partial(one.compile, compiler_options=options))
+                pool.start(site.name, partial(one.compile, compiler_options=options))
                 for one in lowered
             ]
             as_written, as_meant = (one.result() for one in begun)

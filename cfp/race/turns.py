@@ -17,7 +17,7 @@ import numpy as np
 
 from cfp.analysis.analyze import long_branches
 from cfp.profiling.builder import Built, CompilePool, default_threads
-from cfp.profiling.collectives import Rates
+from cfp.profiling.collectives import COMBINED_KINDS, Rates
 from cfp.profiling.inputs import sources
 from cfp.profiling.record import ProfileKey, ProfileRecord, utc_now
 from cfp.profiling.runner import (
@@ -409,12 +409,14 @@ def second_race(
 
 
 def _collectives_ms(result: RaceResult, rates: Rates) -> float:
-    """Estimated time of a program's collectives, ms, over all axes and not hidden."""
-    axes = tuple(name for name, _ in rates.mesh)
-    return sum(
-        one.count * rates.collective_ms(one.kind, axes, one.bytes)
-        for one in result.collectives
-    )
+    """Sums times of a compiled program's collectives, ms, each over all axes."""
+    axes, total_ms = tuple(name for name, _ in rates.mesh), 0.0
+    for one in result.collectives:
+        # Sizes of others are of all devices together.
+        ways = 1 if one.kind in COMBINED_KINDS else one.group_size
+        size = one.bytes * ways
+        total_ms += one.count * rates.collective_ms(one.kind, axes, size)
+    return total_ms
 
 
 # ------------------------------------------------------------------------------ ties

@@ -11,8 +11,8 @@ with PCIe, but times of their collectives differ.
 
 Plans, and records from other machines, may contain any XLA option. Some options write
 files (``xla_dump_to``), load them, or change results (``xla_gpu_enable_fast_min_max``).
-So only options are allowed that change no more than a program's schedule or memory,
-with a value of the option's type (`refused_option`).
+So only a list of options is allowed, for a program's schedule, memory and kernels
+(`refused_option`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Collective:
       kind: HLO's name: "all-reduce", "all-gather", "reduce-scatter", ...
       bytes: size on one device of the operand or the result, whichever is larger.
       group_size: number of devices in a group.
-      count: number of executions in one run.
+      count: executions in one run; a loop of unknown length counts once.
     """
 
     kind: str
@@ -80,7 +80,7 @@ Moment = Annotated[str, AfterValidator(_in_utc)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledBytes:
-    """Memory of a program on one device: compiled, or by prediction.
+    """Memory of a program on one device, by XLA or predicted; 0 if unknown.
 
     Attributes:
       alias_bytes: bytes of results in a donated argument's memory.
@@ -119,16 +119,16 @@ class ProfileRecord(CompiledBytes):
     Attributes:
       key: digest of `parts` (`ProfileKey.digest`).
       parts: (name, value) parts of the key, in order.
-      status: "ok" means built, run and timed.
-      reason: error of the compiler or the runtime; "" for "ok".
+      status: "ok", or the kind of failure.
+      reason: description of the failure; "" for "ok".
       samples_ms: milliseconds per execution, in the order taken; never changed later.
         docs/planning-rules.md lists the corrections that readers make.
-      drift: factor on the samples, if devices became slower in the race after them; see
-        `cfp.race.turns`.
+      drift: factor on the samples, if the devices' speed changed in the race after
+        them; see `cfp.race.turns`.
       build_seconds: time of tracing, lowering and compiling.
       run_seconds: time of all runs, warm-up included.
       collectives: collectives of one run.
-      choice: JSON of a whole program's choice (`cfp.race.compile`); "" for segments.
+      choice: JSON of a program's choice or race's answer (`cfp.race.compile`), or "".
       created: time of the record, ISO 8601 in UTC.
 
     Raises:
@@ -163,13 +163,13 @@ class ProfileRecord(CompiledBytes):
         return self.drift * statistics.median(self.samples_ms) if self.ok else math.inf
 
     def to_json(self) -> str:
-        """Returns the record as one line; equal records give equal strings."""
+        """Returns the record as one line of JSON, with sorted names."""
         found = dataclasses.asdict(self)
         return json.dumps(found, allow_nan=False, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ProfileRecord:
-        """Reads the text of `to_json`; raises ValueError for any other text."""
+        """Reads a record's JSON; raises ValueError if a field is invalid or unknown."""
         try:
             return _reader().validate_json(text)
         except ValidationError as error:
@@ -219,7 +219,7 @@ _OF_A_HOST = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """Key of a record: (name, value) parts of the program, then of its environment.
+    """Key of a record: (name, value) parts, such as the program's and environment's.
 
     Raises ValueError if a name is repeated.
     """
@@ -234,7 +234,7 @@ class ProfileKey:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the parts, in hex."""
+        """SHA-256 of the parts in their order, in hex."""
         # JSON keeps ("a", "bc") and ("ab", "c") apart.
         return hashlib.sha256(json.dumps(self.parts).encode()).hexdigest()
 
@@ -320,7 +320,7 @@ _KIND = (
 
 
 def other_kind(parts: Parts, here: Parts) -> str:
-    """Names the differences between two keys' machines; "" if they are of one kind."""
+    """Describes differences of device kind, host and versions of two keys, or ""."""
     theirs, ours = dict(parts), dict(here)
     return "; ".join(
         f"{name}: {theirs.get(name, 'none')} there, {ours.get(name, 'none')} here"
@@ -333,12 +333,12 @@ def normalise_xla_flags(flags: str) -> str:
     """Returns the flags that may change a measurement, sorted by name.
 
     Args:
-      flags: value of the environment variable: flags, or a file of flags if it does not
-        begin with a dash.
+      flags: value of the environment variable: flags, or the path of a file of flags
+        if it does not begin with a dash. An unreadable path is returned.
 
     Returns:
       Flags with one space between them. Flags of one name keep their order, as XLA adds
-      some up, and takes the last of others.
+      some up, and takes the last of others. Equal neighbours are one.
     """
     if flags.strip() and not flags.lstrip().startswith("-"):
         try:
@@ -364,7 +364,7 @@ def _split(flags: str) -> list[str]:
 
 
 def configuration() -> dict[str, str]:
-    """Returns {name: value} of JAX's settings that change programs."""
+    """Returns {name: text} of JAX's settings of matrix precision, x64 and the PRNG."""
     return {
         "matmul_precision": _setting("jax_default_matmul_precision"),
         "enable_x64": _setting("jax_enable_x64"),
@@ -419,10 +419,10 @@ def ask_driver(*words: str) -> str:
 
 
 def bus_of(ordinal: int) -> str:
-    """Returns the PCI address of a GPU by CUDA's number; "" if unknown.
+    """Returns the PCI address of a GPU by CUDA's number; "" if CUDA does not tell.
 
-    CUDA numbers the fastest first, and only those in ``CUDA_VISIBLE_DEVICES``. The
-    driver numbers all by address, so that its numbers may differ.
+    CUDA's numbers may differ from the driver's: they count only the GPUs in
+    ``CUDA_VISIBLE_DEVICES``, by default the fastest first.
     """
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -444,8 +444,8 @@ def gpu_parts(ordinals: Sequence[int | None]) -> dict[str, str]:
             order.
 
     Returns:
-        ``links`` of each pair, in the order of the mesh; ``power_limit`` and ``driver``
-        of the devices. Values that the driver does not report are "unknown".
+        ``links`` of pairs in the mesh's order (one if all are equal, "" for one GPU);
+        distinct ``power_limit`` and ``driver``. Values not reported are "unknown".
     """
     known = _gpus()
     unknown = (-1, UNKNOWN, UNKNOWN)
@@ -459,13 +459,13 @@ def gpu_parts(ordinals: Sequence[int | None]) -> dict[str, str]:
 
 
 def _address(bus: str) -> tuple[int, ...] | None:
-    """Parses an address such as ``00000000:18:00.0``; None if it is none."""
+    """Parses an address such as ``00000000:18:00.0``; None for other text."""
     match = _BUS.fullmatch(bus.strip())
     return None if match is None else tuple(int(part, 16) for part in match.groups())
 
 
 def _gpus() -> dict[tuple[int, ...] | None, tuple[int, str, str]]:
-    """Returns {address: (number, power limit, driver)} of all GPUs of the host."""
+    """Returns {address: (driver's number, power limit, driver's version)} of GPUs."""
     found = {}
     answer = ask_driver(f"--query-gpu={_QUERY}", "--format=csv,noheader")
     for line in answer.splitlines():
@@ -476,7 +476,7 @@ def _gpus() -> dict[tuple[int, ...] | None, tuple[int, str, str]]:
 
 
 def _links(numbers: Sequence[int]) -> str:
-    """Returns links of all pairs, as ``NV18,SYS,SYS``; one if equal, "" for no pair."""
+    """Returns links of all pairs, as ``NV18,SYS,SYS``; one if all are equal, or ""."""
     if len(numbers) < 2:
         return ""
     lines = [line.split("\t") for line in ask_driver("topo", "-m").splitlines()]
@@ -502,7 +502,7 @@ MEMORY_SHARE = "xla_gpu_memory_limit_slop_factor"
 
 
 def untuned_options(platform: str) -> dict[str, Any]:
-    """Returns XLA options against tuning, which takes a device and most of the time."""
+    """Returns XLA options against tuning and Triton's products; {} except for GPUs."""
     # Without tuning Triton's kernels for products are slow.
     off = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
     return off if platform in GPU_PLATFORMS else {}
@@ -528,10 +528,10 @@ _KNOWN = {
 
 
 def refused_option(options: Any, allowed: Collection[str] = ()) -> str | None:
-    """Returns the reason why compiler options of a file are refused; None if allowed.
+    """Describes the first refused one of a file's compiler options, or returns None.
 
     Args:
-        options: ``{name: value}`` as read from JSON, of any type.
+        options: value read from JSON; all but ``{name: text}`` is refused.
         allowed: names of further options, allowed with any text.
     """
     if not isinstance(options, Mapping):

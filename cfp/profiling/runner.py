@@ -56,14 +56,14 @@ class TimingOptions:
     runs, as in training. On CPUs (`ON_CPUS`), programs run one at a time.
 
     Attributes:
-      warmup_seconds: shortest warm-up.
+      warmup_seconds: shortest warm-up, unless half of the budget is less.
       warmup_window: least number of its samples that are compared with as many before.
       min_samples: least number of samples before `target_spread` can end the sampling.
       max_samples: largest number of samples.
       target_spread: `relative_spread` at which the sampling ends.
-      budget_seconds: no new sample starts after this time; one is always taken, even if
-        that is fewer than `min_samples`.
-      min_sample_ms: least duration of one sample.
+      budget_seconds: no new sample starts after this time, warm-up included; one is
+        always taken, even if that is fewer than `min_samples`.
+      min_sample_ms: intended least duration of one sample.
       min_repeat: least number of executions in one sample.
       long_sample_ms: duration of a sample that may have fewer than `min_repeat`.
     """
@@ -152,12 +152,12 @@ def measure(
 ) -> Timing:
     """Times a callable: a warm-up until times are steady, then samples.
 
-    The warm-up lasts at least `warmup_seconds`, and ends after half of the budget. It
-    ends before if the last quarter of its samples (at least `warmup_window`) agrees
-    with the quarter before, within 2% in the median. Clocks drop under load, so early
-    samples are too fast. Warm-up samples are a third as long as others. If the warm-up
-    takes the whole budget, its last sample is the only one. The first execution, which
-    loads code, does not count for the budget.
+    The warm-up ends after `warmup_seconds`, once the last quarter of its samples (at
+    least `warmup_window`) agrees with the quarter before, within 2% in the median. It
+    ends anyhow at half of the budget, after two executions at least. Clocks drop under
+    load, so early samples are too fast. Warm-up samples are about a third as long. If
+    the warm-up takes the whole budget, its last sample is the only one. The first
+    execution, which loads code, does not count for the budget.
 
     Args:
       run: `run(n)` executes n times and blocks until the devices are done.
@@ -236,7 +236,7 @@ class _Subject:
         return self._time(self.sample_repeat) / self.sample_repeat * 1e3
 
     def _grown(self, wanted: float, seconds: float, at_most: float = math.inf) -> int:
-        """Computes the repetitions that last `wanted` seconds, and a tenth more."""
+        """Scales repetitions to 1.1 times `wanted` seconds, at most `at_most`-fold."""
         growth = min(1.1 * wanted / max(seconds, 1e-9), at_most)
         repeat = math.ceil(self.repeat * growth)
         return min(max(repeat, self.repeat + 1), _LARGEST_REPEAT)
@@ -255,10 +255,10 @@ class Place:
     """A mesh with functions that build and run jobs there.
 
     Attributes:
-      build: builds a job, called in a thread; returns the record of a failure.
-      run: times a job's built program.
+      build: builds a job, called in a thread; returns `Built`, or a failure's record.
+      run: times a job's built program; returns the record of the times or a failure.
       tune: has the compiler tune a job's kernels on one device, ahead of its build;
-        None for compilers that tune nothing.
+        None if builds do so, or nothing is tuned.
       tuners: largest number of calls of `tune` at once.
     """
 
@@ -270,11 +270,11 @@ class Place:
 
     @property
     def threads(self) -> int:
-        """Number of jobs that are built side by side."""
+        """Largest number of jobs that are built side by side."""
         return default_threads(self.mesh.devices.flat[0].platform)
 
     def check(self, crash: ProfileRecord) -> None:
-        """Raises CfpError if the devices did not survive a crash."""
+        """Raises CfpError if the devices no longer work after a crash."""
         check_devices(self.mesh, crash)
 
 
@@ -333,7 +333,7 @@ def run(
     *,
     timing: TimingOptions | None = None,
 ) -> ProfileRecord:
-    """Times a built job with random inputs, which are freed afterwards."""
+    """Times a built job with inputs of `make_inputs`; a failure becomes a record."""
     kinds = input_kinds(program, job.part, job.in_specs)
     return execute(built, kinds, mesh, feedback=job.feedback, timing=timing)
 
@@ -346,7 +346,7 @@ def execute(
     feedback: Sequence[tuple[int, int]] = (),
     timing: TimingOptions | None = None,
 ) -> ProfileRecord:
-    """Times a compiled program, in all processes with devices of the mesh.
+    """Times a compiled program; called in process 0, the mesh's others follow.
 
     Returns the record of a failure if memory is short or the program crashes.
 
@@ -377,7 +377,7 @@ def execute_here(
     feedback: Sequence[tuple[int, int]],
     time_all: Callable[[Run], Sequence[float]],
 ) -> ProfileRecord:
-    """Runs a program in this process alone; `time_all` returns samples in ms."""
+    """Records samples (ms) that `time_all` takes of a program in this process alone."""
     started = time.perf_counter()
     loop = _Loop(built.compiled, feedback, mesh.devices.flat[0].platform == "cpu")
     try:
@@ -397,7 +397,7 @@ def execute_here(
 
 
 def compile_generators(program: Program, mesh: Mesh, job: Job) -> None:
-    """Compiles the functions that make a job's inputs, ahead of their use."""
+    """Compiles functions that make a job's inputs; XLA's errors show at their use."""
     # Failures repeat, and are recorded, when the inputs are made.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         for kind in input_kinds(program, job.part, job.in_specs):
@@ -418,7 +418,7 @@ def check_devices(mesh: Mesh, crash: ProfileRecord) -> None:
 
 
 def shortage(built: Built, mesh: Mesh) -> str:
-    """Returns the reason why a program exceeds a device's memory; "" if it may fit."""
+    """Describes by how much a program exceeds a device's memory; "" if it may fit."""
     # Some allocators take seconds to run out of memory; this check is quick.
     for device in mesh.local_devices:
         stats = device.memory_stats() if device.platform != "cpu" else None
@@ -459,7 +459,7 @@ class _Loop:
         jax.block_until_ready(self.outputs)
 
     def free(self) -> None:
-        """Deletes all arrays at once, even if other references exist."""
+        """Deletes inputs and outputs at once, even if other references exist."""
         for array in jax.tree.leaves((self.inputs, self.outputs)):
             if not array.is_deleted():
                 array.delete()

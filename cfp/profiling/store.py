@@ -65,21 +65,21 @@ class ProfileStore:
         self.close()
 
     def close(self) -> None:
-        """Closes the file; later calls of other methods raise ValueError."""
+        """Closes the file; reads and writes then raise ValueError."""
         with self._lock:
             if self._connection is not None:
                 self._connection.close()
             self._connection = None
 
     def alone(self, keys: Iterable[str]) -> AbstractContextManager[bool]:
-        """Context that locks the measuring of keys; yields False if another has it."""
+        """Context of a lock by the first letter of `min(keys)`; False if taken."""
         # One lock for each first letter of keys is enough: clashes are rare.
         name = f"{self.path.name}.measuring-{min(keys)[0]}"
         return locked(self.path.with_name(name), waits=False)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Context of a transaction, which may be nested: an error undoes all writes."""
+        """Context of a transaction, or part of an open one; uncaught errors undo it."""
         with self._lock, self._explained():
             if self._connection is None:
                 raise ValueError("the store is closed")
@@ -102,11 +102,11 @@ class ProfileStore:
         return count
 
     def get(self, key: str) -> ProfileRecord | None:
-        """Returns the record of a key (a `ProfileKey.digest`); None without one."""
+        """Returns a key's (`ProfileKey.digest`) record; None if missing or damaged."""
         return self.get_many((key,)).get(key)
 
     def get_many(self, keys: Iterable[str]) -> dict[str, ProfileRecord]:
-        """Returns {key: record} of those keys that have records, in order."""
+        """Returns {key: record} in the keys' order, without missing or damaged ones."""
         wanted = list(dict.fromkeys(keys))
         some = "SELECT value FROM json_each(?)"
         query = f"SELECT key, json FROM records WHERE key IN ({some})"
@@ -114,7 +114,7 @@ class ProfileStore:
         return {key: found[key] for key in wanted if key in found}
 
     def records(self) -> list[ProfileRecord]:
-        """Returns all records, ordered by key."""
+        """Returns all records, ordered by key; warns of and skips damaged ones."""
         rows = self._rows("SELECT key, json FROM records ORDER BY key")
         return [*_records(rows).values()]
 
@@ -129,7 +129,7 @@ class ProfileStore:
     def put_all(
         self, records: Sequence[ProfileRecord], *, replace: bool = False
     ) -> int:
-        """Stores records like `put`, all or none; returns the number written."""
+        """Stores records like `put`, in one transaction; returns the number written."""
         written = 0
         with self.transaction() as connection:
             for record in records:
@@ -142,7 +142,7 @@ class ProfileStore:
         return written
 
     def export(self, path: str | os.PathLike[str]) -> int:
-        """Writes all records to a file of JSON lines; returns their number."""
+        """Writes all readable records to a file of JSON lines; returns their number."""
         records, target = self.records(), Path(path)
         unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
         try:
@@ -159,7 +159,7 @@ class ProfileStore:
         return len(records)
 
     def merge(self, path: str | os.PathLike[str]) -> int:
-        """Adds records of an exported file; returns the number of new ones.
+        """Stores records of an exported file like `put`; returns the number written.
 
         Raises:
           CfpError: the file is invalid (`read_export`); nothing was added.
@@ -196,7 +196,7 @@ def _records(rows: Iterable[tuple[str, str]]) -> dict[str, ProfileRecord]:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Opens a store's file; a damaged one is renamed and replaced."""
+    """Opens or makes a store's file; renames and replaces one with `_damage`."""
     make_private_folder(path.parent)
     # Without the lock, a second process could rename the first one's new file.
     how = {"timeout": _BUSY_SECONDS, "isolation_level": None}
@@ -224,7 +224,7 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _damage(connection: sqlite3.Connection) -> str:
-    """Prepares a file, with tables if it is new; returns the damage, "" without."""
+    """Makes a new file's tables; describes damage or another version, or returns ""."""
     try:
         [[answer]] = connection.execute("PRAGMA quick_check(1)")
         [[version]] = connection.execute("PRAGMA user_version")
@@ -284,8 +284,8 @@ def read_export(path: str | os.PathLike[str]) -> list[ProfileRecord]:
     """Reads the records of an exported file.
 
     Raises:
-      CfpError: the file cannot be read, a line is no record, its key does not fit its
-        parts, or it contains compiler options that are not known to be harmless.
+      CfpError: the file cannot be read, or a line is no record, has a key that is not
+        its parts' digest, unprintable parts, or options that `refused_option` refuses.
     """
     records: list[ProfileRecord] = []
     try:
@@ -315,7 +315,7 @@ def _read_line(line: bytes) -> ProfileRecord:
 
 
 def _refused_choice(text: str) -> str | None:
-    """Returns why a record's choice is unreadable or has harmful options, or None."""
+    """Describes a choice that is unreadable or has refused options; None for others."""
     if not text:
         return None
     try:

@@ -2,8 +2,8 @@
 
 A build or run under way has a row in the store (`InFlight`), which outlives a dead
 process. `settle` reads the rows of dead processes. The job that was running, or else
-building, is tried again. After a second death, or with a known cause, a failure is
-recorded. If several builds were under way, they are then built one at a time.
+building, is tried again. After a second death, past its time limit, or with a known
+cause, a failure is recorded. Several builds under way are then built one at a time.
 
 A process cannot end its own hanging run. It marks the run as overdue, and its parent,
 the command line, ends the process (`cfp.cli.supervise`).
@@ -40,8 +40,8 @@ class Task:
       key: key of its record; tasks with equal keys are the same.
       label: text for progress, such as "segment 1: 3 of 24".
       expected_ms: expected time of one execution; 0 if unknown.
-      kernels: keys of kernels that the compiler tunes. The first task with a key tunes
-        it, and others with this key wait.
+      kernels: keys of kernels that the compiler tunes. If tasks are built side by side,
+        the first with a key tunes it, and others with this key wait.
     """
 
     key: ProfileKey
@@ -59,7 +59,7 @@ class Progress:
       cached: number of tasks with a record in the store, good or failed.
       failed: number of tasks that failed in this run.
       total: number of all tasks, each key once.
-      best_ms: the smallest time among good records; infinity before the first.
+      best_ms: the smallest time of good records; infinity without, or for rates.
       label: label of the event's task; "" before the first.
       phase: "look up" after the store's answer; "build" while a task's build is
         awaited; "run" when it starts to run; "wait" while another process measures
@@ -83,12 +83,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Time limits after which a build or a run counts as hung.
+    """Time limits after which a build or run counts as hung; a parent may stop it.
 
     Attributes:
       run_seconds: stop a run, with making its inputs, after SECONDS plus 20 times its
         expected time.
-      run_expected: those 20 times. The expectation is an estimate, and a run repeats.
+      run_expected: factor of one execution's expected time; a run executes many.
       build_seconds: stop a compilation after SECONDS. Large programs take many minutes.
     """
 
@@ -133,7 +133,7 @@ class MeasureOptions:
 
     @property
     def of_rates(self) -> MeasureOptions:
-        """These options for rates of devices: events get a prefix, and no best time."""
+        """These options for rates of devices: labels get a prefix, `best_ms` is inf."""
 
         def tell(event: Progress | str) -> None:
             assert isinstance(event, Progress)
@@ -155,7 +155,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """A build or run under way, or the last one of a dead process.
+    """A build or run under way, or one that a process may have died of.
 
     Attributes:
       parts: parts of the record's key.
@@ -163,7 +163,7 @@ class Operation:
       since: start time, ISO 8601 in UTC.
       deadline: time after which it counts as hung, by `time.monotonic`, which all
         processes of a machine share.
-      overdue: True after the deadline.
+      overdue: True once its process has seen that the deadline is over.
       deaths: number of processes that died, possibly of it.
     """
 
@@ -198,7 +198,7 @@ def operations(connection: Connection) -> dict[str, list[Operation]]:
 
 
 def is_alive(owner: str) -> bool:
-    """True if the process of an owner (``"pid:start time"``) lives."""
+    """True if the process of an owner (``"pid:start time"``) lives and is no zombie."""
     pid, _, started = owner.partition(":")
     try:
         os.kill(int(pid), 0)
@@ -223,15 +223,16 @@ def settle(
 ) -> list[Operation]:
     """Removes operations of dead processes, and records failures of suspects.
 
-    The only suspect is recorded as a failure, if it was overdue, the cause is known, or
-    two processes died of it. Other suspects are noted.
+    Suspects of a process are its overdue operations, else runs, else builds. The only
+    suspect is recorded as a failure, if it was overdue, the cause is known, or two
+    processes died of it. Other suspects are noted.
 
     Args:
       pid: id of a process that has ended, if its parent calls this.
       cause: (status, reason) of that end; None if unknown.
 
     Returns:
-      The operations of which process `pid` may have died.
+      The suspects of process `pid`; [] without `pid`.
     """
     suspects: list[Operation] = []
     with store.transaction() as connection:
@@ -273,7 +274,7 @@ def forget(store: ProfileStore, pid: int) -> None:
 
 
 def is_late(store: ProfileStore, pid: int) -> bool:
-    """True if an operation of a process is overdue."""
+    """True if an operation of a process is past its deadline."""
     with store.transaction() as connection:
         every = operations(connection)
     mine = [every[owner] for owner in every if owner.startswith(f"{pid}:")]
@@ -312,7 +313,7 @@ def _write(connection: Connection, owner: str, key: str, one: Operation | None) 
 
 
 class InFlight:
-    """Context that notes operations of this process and its threads in the store."""
+    """Context that notes this process's operations in the store; `settle` is first."""
 
     def __init__(
         self, store: ProfileStore, limits: Limits | None = None, program: str = ""
@@ -347,7 +348,7 @@ class InFlight:
     def doing(
         self, key: ProfileKey, label: str, doing: Doing, expected_ms: float = 0.0
     ) -> Iterator[None]:
-        """Context that notes a build or run while the body runs."""
+        """Context that notes a build or run until its body ends, or raises."""
         limit = self.limits.seconds(doing, expected_ms)
         one = Operation(
             parts=key.parts,
@@ -374,7 +375,6 @@ class InFlight:
                 _write(connection, self._owner, digest, one)
 
     def _watch(self) -> None:
-        """Marks operations as overdue, until the context ends."""
         looked = time.monotonic()
         while not self._closed.wait(_WATCH_SECONDS):
             now = time.monotonic()

@@ -1,4 +1,4 @@
-"""The program: a step function as StableHLO with a sharding rule on every op.
+"""The program: a step function as StableHLO, with sharding rules of most ops.
 
-Only this package uses MLIR. Its results are frozen Python records.
+Only this package uses MLIR. A `Program` is a frozen Python record.
 """

@@ -90,8 +90,8 @@ def check_positions(
 ) -> None:
     """Raises OptionError if a call has no argument at one of `numbers`.
 
-    `passed` is {position or keyword: argument}. If `option` is static_argnums, any
-    position in `parameters` is valid.
+    `passed` is {position or keyword: argument}; a keyword has its position, too. If
+    `option` is static_argnums, any position in `parameters` is valid.
     """
     count = sum(isinstance(key, int) for key in passed)
     known = {*passed}
@@ -175,7 +175,7 @@ def parameter_names(fn: Callable[..., Any]) -> list[str]:
 
 
 def written_function(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function inside of wrappers, or the ``__call__`` of an object."""
+    """Returns the function inside of wrappers, or ``__call__`` of an object's class."""
     fn = inspect.unwrap(fn)
     while isinstance(fn, partial):
         fn = inspect.unwrap(fn.func)
@@ -290,7 +290,7 @@ def _origin(var: Any, makers: Mapping[Any, JaxprEqn]) -> Any:
 
 
 def static_differences(before: Any, now: Any) -> Iterator[tuple[Any, str]]:
-    """Yields (path, ``[/field] = new, was old``) of nodes with other static data."""
+    """Yields (path, ``[/field] = new, was old``) of static data seen to differ."""
     pairs = zip(_nodes(before), _nodes(now), strict=False)
     for (path, one, kind, children), (_, other, its_kind, _) in pairs:
         if kind == its_kind:
@@ -309,7 +309,7 @@ def static_differences(before: Any, now: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _nodes(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[Any]:
-    """Yields (path, node, its structure, ids of its children), outer nodes first."""
+    """Yields (path, node, its own structure, ids of children), outer nodes first."""
     parts, kind = tree_flatten_with_path(tree, is_leaf=lambda part: part is not tree)
     yield path, tree, kind, {id(part) for _, part in parts}
     for key, part in parts:
@@ -330,9 +330,9 @@ def lost_changes_text(name: str, lost: Sequence[str]) -> str:
 
 
 def arrays_around(fn: Callable[..., Any], traced: bool) -> list[str]:
-    """Returns paths of arrays (tracers if `traced`) in variables around a function.
+    """Returns paths of JAX arrays, or of tracers if `traced`, in variables around `fn`.
 
-    These are its closure, the globals that it reads, and its method's object.
+    These are its closure, the globals that it reads, and a method's object.
     """
     return [path for path, leaf in _held(fn) if isinstance(leaf, Tracer) == traced]
 
@@ -425,8 +425,8 @@ class Fixed(NamedTuple):
 def fixed(tree: Any) -> Any:
     """Returns the pytree with modules' leaves other than arrays made :class:`Fixed`.
 
-    Modules: see `is_module`. Numbers stay leaves if all leaves of a module are arrays
-    and numbers, unless it has a bool and no arrays. Leaves that cannot be hashed stay.
+    Modules: see `is_module`. Numbers stay leaves if an outermost module has only arrays
+    and numbers, except in modules with a bool and no array. Unhashable leaves stay.
     """
     if not any(map(_may_be_fixed, tree_leaves(tree))):
         return tree
@@ -452,7 +452,7 @@ def has_fixed(tree: Any) -> bool:
 
 
 def is_module(node: Any) -> bool:
-    """True for a pytree's node that is no leaf, dict, list, tuple or None."""
+    """True for a custom node of a pytree: no leaf, dict, list, tuple or None."""
     is_plain = isinstance(node, (*_PLAIN, *_NUMBERS, str))
     return not is_plain and not all_leaves([node])
 

@@ -3,8 +3,8 @@
 `Rates` has them as curves and numbers to look up. The size of a collective is that of a
 whole group's tensor, not of one device's shard (`Rates.collective_ms`).
 
-`measure_rates` runs small programs for a few seconds: one for each kind of collective,
-group of axes and size. Their records are stored, so that a second call runs nothing. A
+`measure_rates` runs small programs for a few seconds: one for each of `KINDS`, group of
+axes and size, and a few others. Records are stored: a second call runs nothing. A
 collective alone takes less time than the launch of its program. So a program has a
 chain: a loop in which each collective needs the result of the one before, so that XLA
 cannot merge, hoist or overlap them. The chain's time divided by its length is the time
@@ -81,7 +81,7 @@ class Rates:
       memory_bytes_per_ms: bytes read plus written by one device while all are busy.
       combined_bytes: largest size of a collective that the compiler combines from
         independent ones; 0 to count without combining.
-      launch_ms: least time of one kernel, which `matmul_ms` does not add.
+      launch_ms: least time of one kernel, which no method here adds.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -143,7 +143,8 @@ class Rates:
         Between measured sizes, the logarithm of the time is interpolated over the
         logarithm of the size. Below the smallest, the time is constant (latency); above
         the largest, it grows in proportion. If a group was not measured as a whole (two
-        axes of three), times of its single axes are added. A group of one takes none.
+        axes of three), times of single axes are added, of all-gathers and
+        reduce-scatters at shrinking sizes. A group of one takes none.
 
         Args:
           kind: HLO's name: "all-reduce", "all-gather", ...
@@ -175,11 +176,11 @@ class Rates:
     ) -> float:
         """Computes the time, ms, of each of `count` equal, independent collectives.
 
-        The compiler combines those of `COMBINED_KINDS` below `combined_bytes`, which
-        share latencies. Other arguments are those of `collective_ms`.
+        Of `COMBINED_KINDS`, as many as fit in `combined_bytes` share one latency.
+        Other arguments are those of `collective_ms`.
         """
         whole = self.collective_ms(kind, axes, size)
-        if kind not in COMBINED_KINDS or size >= self.combined_bytes:
+        if kind not in COMBINED_KINDS or not 0 < size < self.combined_bytes:
             return whole
         share = max(size / self.combined_bytes, 1.0 / count)
         return whole - (1.0 - share) * self.collective_ms(kind, axes, 1.0)
@@ -189,7 +190,7 @@ class Rates:
 
         Args:
           flops: operations of one device; a multiply-add counts as two.
-          dtype: operands' type, by numpy's or MLIR's name: "bfloat16" or "bf16".
+          dtype: operands' type, by MLIR's name ("bf16") or, from 16 bits on, numpy's.
         """
         short = dtype in ("bfloat16", "bf16", "float16", "f16")
         short = short or dtype.startswith(("float8", "f8", "int8", "i8", "ui8"))
@@ -204,7 +205,7 @@ class Rates:
 
 
 def axis_groups(axes: Iterable[tuple[str, int]]) -> tuple[tuple[str, ...], ...]:
-    """Lists groups to measure: each axis larger than 1 alone, then all together."""
+    """Lists groups to measure: each axis larger than 1, then all these if several."""
     names = tuple(name for name, size in axes if size > 1)
     single = tuple((name,) for name in names)
     return (*single, names) if len(names) > 1 else single
@@ -255,7 +256,7 @@ class ProbeSizes:
 
     Attributes:
       collective_bytes: sizes of groups' tensors; see `Rates.collective_ms`.
-      chain_bytes: approximate sum of sizes in a chain of collectives.
+      chain_bytes: approximate sum of sizes in a chain, if the limits of length allow.
       longest_chain: largest number of collectives in a chain, even.
     """
 
@@ -267,7 +268,7 @@ class ProbeSizes:
     memory_passes: int
 
     def chain(self, size: int) -> int:
-        """Returns the number of collectives of a size in a chain: even, at least 2."""
+        """Returns the number of collectives in a chain: even, 2 to `longest_chain`."""
         even = self.chain_bytes // size // 2 * 2
         return max(2, min(self.longest_chain, even))
 
@@ -298,12 +299,12 @@ class RateProbe:
     """A small program that repeats one operation, such as a collective.
 
     Attributes:
-      parts: first parts of its record's key, which name the operation.
-      kind: type of its input, and of its result.
-      function: the whole program, on each device's shard of the input.
+      parts: (name, value) pairs of the operation, from which its record's key is made.
+      kind: type of each input, and of its result.
+      function: the whole program, on each device's shard of the first input.
       count: number of repetitions.
-      work: bytes or FLOPs of one operation.
-      reads: True if the input is read to the end, so that a result needs own memory.
+      work: of one operation, bytes of a group's tensor, or one device's bytes or FLOPs.
+      reads: True if the input is read until the end, so the result needs other memory.
     """
 
     parts: Parts
@@ -429,7 +430,6 @@ def _memory(sizes: ProbeSizes, mesh: Mesh) -> RateProbe:
 
 
 def _floats(local: int, mesh: Mesh) -> InputKind:
-    """Returns the type of an input with `local` float32 numbers on each device."""
     return InputKind((local * mesh.size,), "float32", (mesh.axis_names,), True)
 
 
@@ -455,7 +455,7 @@ def build_probe(key: ProfileKey, probe: RateProbe, mesh: Mesh) -> Built | Profil
 
 
 def probe_of(mesh: Mesh, label: str) -> RateProbe:
-    """Returns the mesh's probe that has a label."""
+    """Returns the mesh's probe with this label, which must exist."""
     return next(one for one in probes(mesh, _sizes(mesh)) if one.label == label)
 
 
@@ -535,8 +535,8 @@ def measure_rates(
 ) -> Rates:
     """Measures rates of a mesh: collectives over each axis and all, and compute.
 
-    Takes a few seconds; no time if the store has them already. Rates of failed probes
-    are those of `Rates.default`.
+    Takes a few seconds; no time if the store has all records. A curve or rate is that
+    of `Rates.default` if every probe of it failed.
 
     Raises:
       CfpError: all probes failed.
@@ -563,7 +563,7 @@ def measure_rates(
 
 
 def known_rates(mesh: Mesh, store: ProfileStore) -> Rates | None:
-    """Returns the stored rates of a mesh; None if a probe has no stored record."""
+    """Returns `measure_rates`' outcome by the store; None if a record is missing."""
     mesh, by_key = _probes_by_key(mesh)
     found = store.get_many([key.digest for key in by_key])
     if any(key.digest not in found for key in by_key):
@@ -612,7 +612,7 @@ def _run(
 
 
 def _rates(mesh: Mesh, measured: list[tuple[RateProbe, ProfileRecord]]) -> Rates:
-    """Computes rates from records; failed probes get values of `Rates.default`."""
+    """Computes rates from records; see `measure_rates` for failed probes."""
     if not any(record.ok for _, record in measured):
         first = measured[0][1]
         raise CfpError(

@@ -63,7 +63,7 @@ class Coordination:
         number: number of jobs in this epoch.
         is_on: True inside of `coordinated`.
         hosts: ``[process]`` host names, after `meet`.
-        least_bytes: least memory of any process's device; 0 if unknown.
+        least_bytes: least memory of a device, after `meet`; 0 if one is unknown.
     """
 
     channel: Channel
@@ -92,11 +92,10 @@ class Coordination:
         return said
 
     def answers(self, said: Said, failure: str = "") -> list[Any]:
-        """Waits for all followers' answers to a job, in order of processes.
+        """Waits for all followers' answers to a job; lists them in order of processes.
 
-        Args:
-            failure: reason of this process's failure in the job, which shortens the
-                wait; "" without one.
+        A `failure`, the reason why the job failed in this process, shortens the wait.
+        Raises ProcessError if a process has failed, or does not answer in time.
         """
         others = range(1, self.channel.count)
         found = [self._read(f"{said.number}/{n}", n, failure) for n in others]
@@ -127,7 +126,8 @@ class Coordination:
 
         Args:
             jobs: ``{job: function of a job's number and arguments}``. Functions call
-                `answer`, and return the reason of a failure here, or an empty value.
+                `answer`, and return the reason of a failure here, which shortens the
+                wait for the next job, or an empty value.
             keep: releases built programs, except those of the given job numbers.
         """
         failure = ""
@@ -214,7 +214,7 @@ class Coordination:
         self.channel.put(f"{self._folder}/{place}", text)
 
     def _read(self, place: str, other: int, failure: str = "") -> Any:
-        """Waits for another process's message; after a failure here, only shortly."""
+        """Returns another process's message; a failure here shortens the wait."""
         most = self.after_failure if failure else self.timeout_seconds
         end = time.monotonic() + most
         while (
@@ -267,7 +267,7 @@ _of_channel = lru_cache(maxsize=1)(Coordination)
 
 
 def is_follower() -> bool:
-    """True in any process but 0, which decides and prints; no device is opened."""
+    """True except in process 0; by `CFP_PROCESS_ID` before joining. Opens no device."""
     if (talk := coordination()) is not None:
         return talk.channel.process != 0
     return os.environ.get(PROCESS_ID, "0") != "0"
@@ -286,7 +286,7 @@ def talk_of(mesh: Mesh) -> Coordination | None:
     """Returns the messages to a mesh's other processes; None if all devices are here.
 
     Raises:
-        ProcessError: a process has no device in the mesh, or jax.distributed is off.
+        ProcessError: a shared mesh leaves out a process, or jax.distributed is off.
     """
     if not is_shared(mesh):
         return None

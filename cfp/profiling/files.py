@@ -26,8 +26,8 @@ _opener = partial(os.open, mode=_FILE_MODE)
 def cache_dir() -> Path:
     """Returns `$CFP_CACHE_DIR`, else `$XDG_CACHE_HOME/cfp`, else `~/.cache/cfp`.
 
-    Raises:
-      CfpError: neither variable is set, and the user has no home directory.
+    A relative `$XDG_CACHE_HOME` is ignored. Raises CfpError without a home directory if
+    neither variable decides.
     """
     if chosen := os.environ.get("CFP_CACHE_DIR"):
         return Path(chosen).expanduser()
@@ -59,7 +59,7 @@ def open_private(path: Path, mode: str) -> IO[Any]:
 
 
 def make_private(path: Path) -> None:
-    """Makes an empty private file, or makes an existing file private.
+    """Makes an empty private file, or makes an existing one private if possible.
 
     An existing file is not opened: closing it would release this process's locks on it,
     which SQLite needs.

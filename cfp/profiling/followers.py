@@ -45,7 +45,7 @@ def follow(talk: Coordination, make: Trace, environment: BuildEnvironment) -> An
         talk.answer(number, program.fingerprint)
 
     def build(number: int, fingerprint: str, mesh: Mesh, task: Task) -> None:
-        """Builds a task in a thread; answers with a failure's (status, reason)."""
+        """Builds in a thread, then answers None or a failure's (status, reason)."""
 
         def build_here_and_answer() -> Built | ProfileRecord:
             try:
@@ -69,7 +69,7 @@ def follow(talk: Coordination, make: Trace, environment: BuildEnvironment) -> An
         built[number] = pool.start(task.label, build_here_and_answer)
 
     def run(number: int, what: int, *how: Any) -> str:
-        """Runs the program of a job; answers with a failure's reason, or ""."""
+        """Runs what job `what` built; answers and returns a failure's reason, or ""."""
         program = built[what].result()
         assert isinstance(program, Built), "the leader runs what all have built"
 

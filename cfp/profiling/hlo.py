@@ -8,8 +8,9 @@ module reads the forms that XLA's compilers print:
     %b = (f32[8]{0}, f32[32]{0}) all-gather-start(%y), replica_groups=[1,4]<=[4], ...
     %c = f32[8]{0} reduce-scatter(%z), replica_groups=mesh['x'=4,'y'=2] {'x'}, ...
 
-`collectives_in` lists the collectives of one run. In TPUs' texts, a collective that
-runs beside fusions is repeated in each fusion, and reduce-scatters are all-reduces.
+`collectives_in` lists the collectives of one run. TPUs' texts repeat a collective in
+each fusion that runs beside it; it counts once. Their reduce-scatters are all-reduces
+in computations of that name, and count as reduce-scatters.
 
 `compile_right` compiles a program, and rejects reads of overwritten values. XLA's GPU
 compiler chooses in-place ops, and inserts the necessary copies, before it
@@ -85,7 +86,7 @@ def collectives_in(hlo_text: str) -> tuple[Collective, ...]:
       hlo_text: one or several modules, or lines of a computation.
 
     Returns:
-      One `Collective` for each kind, size and group size, the most bytes first.
+      One `Collective` for each kind, size and group size, the most total bytes first.
     """
     # Parsing all of a whole step takes half a second of Python, for which all threads
     # that compile would wait. Most lines are inside of fusions, and call nothing.
@@ -116,7 +117,7 @@ def collectives_in(hlo_text: str) -> tuple[Collective, ...]:
 
 
 def called_by(one: Instruction, *by: str) -> Iterator[str]:
-    """Yields names of computations that attributes `by`, or else all, of an op call."""
+    """Yields names of computations that an op calls, by attributes `by` or by any."""
     for attribute, names in _CALLED.findall(one.attributes):
         if not by or attribute in by:
             for name in names.strip("{}").split(","):
@@ -172,7 +173,7 @@ def _element_bits(element: str) -> int:
 
 
 def _group_size(kind: str, text: str, devices: int) -> int:
-    """Returns the number of devices in the largest group of a collective."""
+    """Returns the size of the largest group or ring; `devices` if none is listed."""
     if kind == "collective-permute":
         pairs = _PAIRS.search(text)
         return _largest_ring(pairs[1]) if pairs else devices
@@ -226,7 +227,6 @@ class Instruction:
         root: True for the computation's result.
         trips: number of a loop's iterations if XLA knows it; otherwise 1.
         number: number of a parameter; None for other instructions.
-        config: JSON of the backend's configuration; may be empty.
     """
 
     name: str
@@ -237,7 +237,6 @@ class Instruction:
     root: bool = False
     trips: int = 1
     number: int | None = None
-    config: str = ""
 
 
 @dataclass(slots=True)
@@ -247,8 +246,8 @@ class Module:
     Attributes:
         header: its first line.
         entry: name of the entry computation.
-        computations: ``{name: instructions in printed order}``.
-        unread: lines that could not be read, or that are outside of computations.
+        computations: ``{name: instructions as printed}``; "" has any before them.
+        unread: unreadable lines of computations, and instructions outside of any.
     """
 
     header: str = ""
@@ -258,7 +257,7 @@ class Module:
 
 
 def modules_in(hlo_text: str) -> Iterator[Module]:
-    """Yields lines before the first module as one, perhaps empty; then each module."""
+    """Yields a module of the lines before the first, maybe empty; then each module."""
     for text in re.split(r"^(?=HloModule )", hlo_text, flags=re.MULTILINE):
         module = Module(computations={"": []})
         current, inside = module.computations[""], False
@@ -305,7 +304,6 @@ def _instruction(line: str) -> Instruction | None:
         root=words[0] == "ROOT",
         trips=int(trips[1]) if trips else 1,
         number=int(text[opcode.end() : close]) if opcode[1] == "parameter" else None,
-        config=right.partition(", backend_config=")[2],
     )
 
 
@@ -363,15 +361,15 @@ _SCHEDULED = "is_scheduled=true"
 def compile_right(
     lowered: jax.stages.Lowered, options: Mapping[str, Any]
 ) -> tuple[jax.stages.Compiled, str]:
-    """Compiles a program, and checks that no op reads an overwritten value.
+    """Compiles a program, again without XLA's rematerialization if it may be wrong.
 
-    If the text does not prove this, compiles again without XLA's rematerialization.
+    Only rematerialized programs, and those without text, may read overwritten values.
 
     Returns:
         The compiled program and its HLO text.
 
     Raises:
-        CfpError: also the second program may read an overwritten value.
+        CfpError: the second program has rematerialized ops, and may be wrong, too.
     """
     compiled = lowered.compile(compiler_options=dict(options) or None)
     text = compiled.as_text() or ""
@@ -389,7 +387,7 @@ def compile_right(
 
 
 def miscompile_reason(hlo_text: str) -> str | None:
-    """Returns why a program may read overwritten values; None if it surely does not."""
+    """Returns why a rematerialized program may read overwritten values; else None."""
     if not hlo_text.strip():
         return "it has no text"
     if not has_rematerialized(hlo_text):
@@ -408,7 +406,7 @@ def miscompile_reason(hlo_text: str) -> str | None:
 
 
 def has_rematerialized(hlo_text: str) -> bool:
-    """Returns True if a text has rematerialized instructions, by their names."""
+    """Returns True if a text may have rematerialized instructions: it has ".remat"."""
     return ".remat" in hlo_text
 
 
@@ -436,7 +434,7 @@ def _read_too_late(module: Module) -> str | None:
 
 
 class _Program:
-    """A module's computations; `inlined` names those in fusions, `bodies` of loops."""
+    """A module, with names of computations: `inlined` in kernels, `bodies` of loops."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
@@ -544,7 +542,7 @@ class _Computation:
         return None
 
     def _all(self, of: str) -> Iterator[_Value]:
-        """Yields the values of a result, one for each element of a tuple."""
+        """Yields the values of a `tuple` op's operands, or of another op's result."""
         one = self._here[of]
         if one.opcode == "tuple":
             for operand in one.operands:
@@ -572,7 +570,7 @@ class _Computation:
                 yield self.value(self.root, path), (self.parameters[0], path)
 
     def _written(self, one: Instruction) -> Iterator[tuple[_Path | None, int, _Path]]:
-        """Yields (path in the result, operand, path in it) that have one memory.
+        """Yields (path in the result, operand, path in it) of what `one` may overwrite.
 
         The path in the result is None if unknown.
         """
@@ -614,7 +612,7 @@ def _is_call(one: Instruction) -> bool:
 
 
 def _written_by_fusion(body: list[Instruction]) -> Iterator[tuple[_Path, int]]:
-    """Yields (path in the result, operand) of a fusion that have one memory.
+    """Yields (path in the result, operand) of a fusion that may have one memory.
 
     Other ops in the fusion may read the operand: its kernel reads before it writes.
     """

@@ -1,4 +1,4 @@
-"""Makes random arguments for a program, each shard on its device.
+"""Makes random-looking arguments for a program, each shard on its device.
 
 Values affect times. Zeros, and numbers of one sign, take less power than usual numbers,
 so that clocks stay higher. NaN and infinite values slow some kernels down. Token ids
@@ -49,7 +49,7 @@ _SAME = {
 
 
 def counts(program: Program, ops: tuple[int, ...]) -> dict[int, int]:
-    """Returns {value: fewest rows} of values that index, or are compared to an iota."""
+    """Returns {value: fewest rows} of indices, iotas' comparands, and `sources`."""
     found: dict[int, int] = {}
     for op_id in program.with_bodies(ops):
         for value, count in _picks(program, program.ops[op_id]):
@@ -59,7 +59,7 @@ def counts(program: Program, ops: tuple[int, ...]) -> dict[int, int]:
 
 
 def _picks(program: Program, op: Op) -> list[tuple[int, int]]:
-    """Returns (value, number of rows) of indices, and of values compared to an iota."""
+    """Lists (value, rows): indices of a gather or scatter, or comparands of an iota."""
     if op.kind in ("gather", "scatter"):
         is_gather = op.kind == "gather"
         dims = op.integers(
@@ -88,9 +88,9 @@ def _counted(program: Program, value: int) -> int:
 
 
 def sources(program: Program, value: int) -> set[int]:
-    """Returns a value and those from which it follows by ops that keep its size.
+    """Returns a value and those from which it follows with numbers about as large.
 
-    These ops are casts, slices, reshapes, sums and the like (`_SAME`).
+    The ops between are casts, slices, reshapes, additions and the like (`_SAME`).
     """
 
     def before(v: int) -> Iterable[int]:
@@ -122,7 +122,7 @@ class InputKind:
       signed: True for floats of both signs, False for floats above zero.
       count: for integers that select rows, the number of rows; otherwise 0.
       given: bytes of the value, if the user gave one; otherwise empty.
-      key: name of the random key implementation; "" if the input is no key.
+      key: implementation of random keys, whose data has this shape and dtype; else "".
       memory: memory kind of the host; "" on the device.
     """
 
@@ -169,9 +169,9 @@ def make_inputs(
     """Makes one array for each kind.
 
     Floats are at most 0.02, so that results of many layers stay finite, and positive
-    for logarithms or square roots. Integers that select rows range over all rows. Other
-    integers are 0 to 127, or less for narrow types; scalars are 1. Booleans are mixed;
-    scalars are True. Given values take precedence.
+    for logarithms, roots and divisors. Scalar integers are 1. Of others, those that
+    select rows range over all rows; the rest are 0 to 127, or less for narrow types.
+    Booleans are mixed; scalars are True. Given values take precedence.
 
     Args:
       kinds: kinds of the arrays; equal ones share an array.
@@ -285,7 +285,7 @@ _BARRIERS = frozenset(
 
 
 def above_zero(program: Program, ops: tuple[int, ...]) -> frozenset[int]:
-    """Returns ids of values that must be above zero, or some of `ops` give NaN."""
+    """Returns ids of values to keep above zero, or some of `ops` may give NaN."""
     every = (program.ops[op_id] for op_id in program.with_bodies(ops))
     first = [op.operands[_DOMAINS[op.kind]] for op in every if op.kind in _DOMAINS]
 

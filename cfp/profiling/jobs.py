@@ -5,8 +5,8 @@ order: a compile beside a run would slow it (docs/decisions.md, "Building does n
 overlap running").
 
 Each build and run is noted in the store before it begins, so that a process that dies
-leaves a trace (`cfp.profiling.tasks`). If another process measures jobs for the same
-store, this one waits for a minute at most, and uses the other's records.
+leaves a trace (`cfp.profiling.tasks`). If another process measures the same jobs, this
+one waits for a minute at most, and uses the other's records.
 
 XLA's GPU compiler times several kernels for each matrix product, and stores the
 outcome. Two programs that time kernels on one device block each other: a kernel waits
@@ -55,7 +55,7 @@ class Measurer:
     Attributes:
         measure: True to measure; False only looks up.
         end: deadline (`time.monotonic`), after which no job begins.
-        known: keys of records that were in the store before.
+        known: keys of the records found that this object did not measure.
     """
 
     program: Program
@@ -119,7 +119,7 @@ def run_jobs(
     is_late: Callable[[], bool] = lambda: False,
     open_links: Callable[[Any, Built], object] | None = None,
 ) -> dict[str, ProfileRecord]:
-    """Measures the jobs that have no record in the store.
+    """Returns jobs' records; measures those that are missing, or failures to retry.
 
     Every record is stored at once, so that an interrupt (`KeyboardInterrupt`) loses
     only the current measurement.
@@ -128,8 +128,8 @@ def run_jobs(
       jobs: jobs to measure; of jobs with one key the first counts.
       program: name of the jobs' program, for messages.
       is_late: True after the deadline: no further job begins.
-      open_links: called with the first new job and its program, in its thread, during
-        other builds: the first run on devices may take seconds to begin.
+      open_links: called with the first new job, if it builds, and its program, in its
+        thread during other builds: devices' first run may take seconds to begin.
 
     Returns:
       ``{key: record}`` in the order of the jobs, failures included. Jobs that the
@@ -167,9 +167,9 @@ def build_all(
       is_late: called before each build; after True there is no outcome.
       tune: tunes a job's kernels. Called for the first job with a key in
         `Task.kernels`, `tuners` jobs at a time; builds of jobs with the key wait.
+        Not called with one thread.
 
-    Returns:
-      ``{key: outcome}``.
+    Returns ``{key: outcome}``.
     """
 
     def tuned(job: AnyTask) -> None:
@@ -282,7 +282,7 @@ class _Run:
                     self._take_turn(job, built.pop(job.key.digest))
 
     def _unknown(self, jobs: Sequence[Task]) -> list[Task]:
-        """Takes records from the store, except failures to retry; returns the rest."""
+        """Takes stored records, but no failures to retry; returns the other jobs."""
         known = self.store.get_many([job.key.digest for job in jobs])
         found = {d: one for d, one in known.items() if not self.options.retries(one)}
         self.records |= found

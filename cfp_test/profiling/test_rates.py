@@ -170,6 +170,7 @@ def test_memory():
 def test_combined_collectives_share_their_launches(kind, size, count, most):
     axes = ("x",)
     rates = replace(Rates.default((("x", 4),)), combined_bytes=most)
+    assert rates.combined_ms(kind, axes, 0, count) == 0.0
     whole_ms = rates.collective_ms(kind, axes, size)
     launch_ms = rates.collective_ms(kind, axes, 1)
     total_ms = count * rates.combined_ms(kind, axes, size, count)

@@ -1,9 +1,9 @@
 """The fastest of several variants of one step: other meshes, other microbatches.
 
-All variants are estimated, the best two are planned, and their plans run in one race,
-since clocks drift between races. If none fits in memory, one variant is planned with
-state in host memory, then leaner variants. `complete_plan` makes a winner's plan with
-its figures; `wrong_kernels` checks the plan's kernels.
+By default all are estimated, the best two are planned, and their plans run in one race,
+since clocks drift between races. If none fits in memory, the smallest may be planned
+with state in host memory, then leaner variants are tried. `complete_plan` makes a
+winner's plan with its figures; `wrong_kernels` checks the plan's kernels.
 """
 
 from __future__ import annotations
@@ -117,9 +117,10 @@ def complete_plan(
 def wrong_kernels(
     context: PlanContext, found: FoundPlan
 ) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Runs kernels and the ops they replace; returns names of wrong kernels, and notes.
+    """Compares kernels with the ops they replace; returns (wrong kernels, notes).
 
-    Both are empty for described devices, several processes, and without kernels.
+    Notes name wrong parts, and parts that were not compared. Described devices, several
+    processes and plans without kernels give neither names nor notes.
     """
     program = found.analysis.frame.program
     checks = check_sites(context, program, found.plan.constraints)
@@ -140,7 +141,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fastest:
-    """The fastest variant's name and plan; the plan's figures list all variants."""
+    """Name and plan of the fastest variant; its figures list all if several."""
 
     name: str
     plan: Plan
@@ -180,7 +181,7 @@ def find_fastest(
 
 
 def facts_of(meshes: Sequence[Mesh], options: PlanOptions) -> dict[str, str]:
-    """Returns {name: text} of settings that must be equal in all processes."""
+    """Returns {name: text} of versions and settings that all processes must share."""
     settings = DetailedSettings.of(options.settings)
     shapes = (f"{dict(one.shape)} of {one.device_ids.tolist()}" for one in meshes)
     return {
@@ -197,7 +198,7 @@ def facts_of(meshes: Sequence[Mesh], options: PlanOptions) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _Tried:
-    """A variant with its estimate, and with its plan or error."""
+    """A variant with its estimate, and its plan, error, or why neither exists."""
 
     variant: Variant
     estimate: Estimate = _UNKNOWN
@@ -223,7 +224,7 @@ class _Planning:
         return max(0.0, end - now())
 
     def fastest(self) -> Fastest:
-        """Plans the best variants, races their plans, and returns the fastest."""
+        """Plans the best; returns the fastest by a race, else by plans' own times."""
         tried = self.tried()
         found = {one.variant.name: one.found for one in tried if one.found}
         measured = {n: f for n, f in found.items() if f.plan.measured_ms is not None}
@@ -264,7 +265,7 @@ class _Planning:
         return Fastest(name=best, plan=plan)
 
     def tried(self) -> list[_Tried]:
-        """Estimates all variants, and plans the best; if none fits, leaner ones.
+        """Plans the best (all under a preset), or calls `lean`; returns every variant.
 
         Raises:
             CfpError: no variant can be planned.
@@ -298,9 +299,10 @@ class _Planning:
         raise error
 
     def lean(self, short: Sequence[_Tried]) -> list[_Tried]:
-        """Plans the smallest variant with state in host memory, else leaner variants.
+        """Plans the smallest of `short`, which lack memory, with state in host memory.
 
-        Stops at the first that fits. Returns the leaner variants that were tried.
+        If it lacks memory still, tries leaner variants until one fits. Returns these,
+        without those that failed for other reasons than memory.
         """
         least = min(short, key=lambda one: _lacks(one).smallest_feasible_bytes)
         if self.options.preset is None:
@@ -340,9 +342,9 @@ class _Planning:
             one.found = self.run_passes(analyzed, options)
 
     def plan_in_host(self, one: _Tried) -> None:
-        """Plans a variant with part of its state in host memory, if devices have it.
+        """Plans a variant with some state in host memory, if allowed and possible.
 
-        State that only its own update reads moves there: first as much as memory lacks,
+        Large state that only its update reads moves: first as much as memory lacks,
         then all such state if the plan does not fit.
         """
         lacks, mesh, name = _lacks(one), one.variant.mesh, one.variant.name
@@ -365,7 +367,7 @@ class _Planning:
             )
 
     def analyzed(self, variant: Variant, in_host: InHost = ()) -> Analyzed:
-        """Analyses a variant once; its mesh's other processes do so, too."""
+        """Analyses a variant, again only with `in_host`; other processes do so, too."""
         name, mesh = variant.name, variant.mesh
         if name in self.known and not in_host:
             return self.known[name]
@@ -380,7 +382,7 @@ class _Planning:
         return self.known.setdefault(name, made) if not in_host else made
 
     def analyze(self, variant: Variant, in_host: InHost) -> Analyzed:
-        """Analyses a variant anew, with the trace of an equal step if there is one."""
+        """Analyses a variant anew; may use an equal step's trace without `in_host`."""
         step = self.options.flatten(variant.fn, variant.args, variant.kwargs)
         before = (one.step for one in self.known.values() if one.step == step)
         step = next(before, step).with_state_in_host(in_host)
@@ -388,14 +390,13 @@ class _Planning:
             return analyze_step(step, variant.mesh, self.options.pins)
 
     def options_of(self, name: str, seconds: float) -> PlanOptions:
-        """Returns options with a time limit, and progress that names the variant."""
         settings = replace(
             self.options.settings, seconds=seconds, progress=partial(self.tell, name)
         )
         return replace(self.options, settings=settings)
 
     def tell(self, name: str, event: Progress | str) -> None:
-        """Passes on a progress event with the variant's name in front."""
+        """Passes on a progress event, after the variant's name if there are several."""
         if progress := self.options.settings.progress:
             before = f"{name}: " if name and len(self.variants) > 1 else ""
             said = before + (event if isinstance(event, str) else event.label)
@@ -458,7 +459,6 @@ def _lacks(one: _Tried) -> MemoryBudgetError:
 
 
 def _uses_host_memory(mesh: Mesh | DescribedMesh) -> bool:
-    """True if programs can use host memory that is separate from device memory."""
     if isinstance(mesh, DescribedMesh):
         return defaults_of(mesh.environment["platform"]).host_memory
     device = mesh.local_devices[0]
@@ -466,7 +466,7 @@ def _uses_host_memory(mesh: Mesh | DescribedMesh) -> bool:
 
 
 def _program(name: str, found: FoundPlan, *where: tuple[str, str]) -> RaceProgram:
-    """Returns the program of a variant's plan, for a race between variants."""
+    """Makes a race's program of a measured plan; `where` adds to its record's key."""
     mesh, named = found.plan.mesh, f"{name}: {found.winner.name}"
     assert mesh is not None, "its time is measured"
     mine = replace(found.winner, name=named, predicted_ms=found.plan.measured_ms)
@@ -476,7 +476,7 @@ def _program(name: str, found: FoundPlan, *where: tuple[str, str]) -> RaceProgra
 
 
 def _no_plan(tried: Sequence[_Tried]) -> CfpError:
-    """Returns an error with those of all variants; if none fits, of the smallest."""
+    """Joins the errors; if all lack memory, returns the smallest's with all needs."""
     errors = {one.variant.name: one.error for one in tried if one.error}
     short = {n: one for n, one in errors.items() if isinstance(one, MemoryBudgetError)}
     if len(short) == len(errors):

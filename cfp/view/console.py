@@ -1,6 +1,6 @@
 """Console output: tables and text that fit the width, and progress on stderr.
 
-Progress is a live line on a terminal, else a printed line about every 30 s.
+Progress is a live line on a terminal, else printed lines as `PlainLines` schedules.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def literal_console(**options: Any) -> Console:
 def print_view(
     view: Callable[[box.Box], RenderableType], console: Console | None = None
 ) -> None:
-    """Prints a view: with lines and colours on a terminal, else as plain text.
+    """Prints a view: in colour on a terminal, else as text with ASCII borders.
 
     Args:
         view: takes a table border and returns the view.
@@ -116,7 +116,7 @@ class Rows:
 
     @property
     def numbers(self) -> set[str]:
-        """Headings of columns with only numbers, sizes or "-"; never of the first."""
+        """Headings, but the first, of columns of unsigned numbers, sizes, "-" or ""."""
         columns = [*zip(self.headings, *(row.cells for row in self.rows), strict=True)]
         return {
             name for name, *cells in columns[1:] if all(map(_NUMBER.fullmatch, cells))
@@ -134,7 +134,7 @@ class Rows:
         return _Fitted(self, border)
 
     def widths(self, most: int) -> list[int | None]:
-        """Returns column widths of a table of `most` characters that keep words whole.
+        """Returns widths that keep words whole in a table of at most `most` characters.
 
         Numbers keep their unit. The widest column that has room is narrowed first. If
         not all words fit, the longest break. All are None if not even letters fit.
@@ -204,7 +204,7 @@ class PlainLines:
 
     Attributes:
         silent_seconds: time from the start without lines.
-        every_seconds: time between two lines about the same kind of work.
+        every_seconds: least time between two lines about the same kind of work.
     """
 
     silent_seconds: float = 10.0
@@ -315,7 +315,7 @@ def shown(
         yield settings
         return
     with Display() as display:
-        if display._live is None and sys.stderr is not None:
+        if display._lines is not None and sys.stderr is not None:
             print(f"cfp: {doing}. {silence}", file=sys.stderr, flush=True)
         yield replace(settings, progress=display.tell)
 

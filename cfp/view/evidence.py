@@ -48,8 +48,8 @@ def with_figures(
     """Returns the plan of a race's winner with `Plan.figures`: the numbers behind it.
 
     Args:
-        replacing: kernels that were allowed, if the outcome has no profiles.
-        dimensions: kinds of choices that the search made.
+        replacing: kernels that were allowed; used only if the outcome has no profiles.
+        dimensions: kinds of choices that were left to the search.
     """
     assert outcome.winner is not None, "it has a plan"
     choice, problem = outcome.winner.choice, outcome.solution.problem
@@ -97,10 +97,10 @@ def _left(
     failed: Mapping[SegmentKernels, str],
     problem: Problem | None,
 ) -> Iterator[tuple[str, str, str]]:
-    """Lists parts that kernels might compute, with each reason against a kernel.
+    """Lists why parts use no kernel, or not the preferred one, if any is allowed.
 
     Yields:
-        (kernel, source, reason); kernel "" if the reason is against all kernels.
+        (kernel, source, reason); kernel "" if the part has none. Triples may repeat.
     """
     program = analysis.frame.program
     was_searched = (kind.find,) in program.looked_for
@@ -207,10 +207,10 @@ def _searched(
 def worth(
     analysis: Analysis, problem: Problem, raced: Sequence[tuple[Candidate, float]] = ()
 ) -> tuple[WorthFigures, ...]:
-    """Computes step times with and without a kind of choice, such as kernels.
+    """Computes the best step time with and without each kind of choice (kernels, ...).
 
-    They are measured if programs with and without it raced, else predicted. Kinds that
-    no program uses are left out. "Without sharding" is all data parallel.
+    Times are measured if some, not all, raced programs lack the kind, else predicted.
+    Kinds that no option has are left out. "Without sharding" is all data parallel.
     """
     plain = plainest(presets(analysis.frame))
     kinds = [segment.kind for segment in analysis.segments]

@@ -54,7 +54,7 @@ def analysis_data(analysis: Analysis, seconds: float) -> dict[str, Any]:
 
 
 def analysis_view(data: dict[str, Any], border: box.Box) -> RenderableType:
-    """Tabulates the blocks of each kind of segment."""
+    """Renders `analysis_data`: a table of each kind's blocks, and unsharded ops."""
     blocks, segments, opaque = data["blocks"], data["segments"], data["opaque_ops"]
     kinds = [one for one in segments if one["representative"]]
     head = (
@@ -122,7 +122,7 @@ def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
 def profiles_view(
     data: dict[str, Any], segments: list[dict[str, Any]], border: box.Box
 ) -> RenderableType:
-    """Tabulates each kind of segment: counts of strategies, best and worst time."""
+    """Tabulates kinds of segments: strategies measured, failed; best and worst ms."""
     rows = []
     for kind in sorted({one["kind"] for one in segments}):
         mine = [one for one in data["profiles"] if one["kind"] == kind]
@@ -160,7 +160,7 @@ def curve_points(rates: Rates) -> list[dict[str, Any]]:
 
 
 def curves_data(rates: Rates, link_gb_per_s: float | None) -> dict[str, Any]:
-    """Collects measured collectives and rates for JSON."""
+    """Collects measured collectives, and the devices' rates, for JSON."""
     return {
         "mesh": dict(rates.mesh),
         "link_gb_per_s": link_gb_per_s,
@@ -173,7 +173,7 @@ def curves_data(rates: Rates, link_gb_per_s: float | None) -> dict[str, Any]:
 
 
 def curves_rows(rates: Rates, link_gb_per_s: float | None) -> Rows:
-    """Tabulates times of collectives, and their rates as shares of `link_gb_per_s`."""
+    """Tabulates collectives: times, rates, and shares of `link_gb_per_s` if given."""
     headings = ("collective", "axes", "tensor", "ms", "GB/s sent", "of link")
     rows = []
     for point in curve_points(rates):

@@ -25,7 +25,7 @@ Values = str | tuple[str, ...]
 
 
 def remarks(plan: Plan) -> Iterator[str]:
-    """Yields sentences on costs and gaps of a plan that users may not expect."""
+    """Yields remarks on costs and gains of a plan, without capital or full stop."""
     for values_of, template in _REMARKS:
         if values := values_of(plan):
             values = (values,) if isinstance(values, str) else values
@@ -33,7 +33,7 @@ def remarks(plan: Plan) -> Iterator[str]:
 
 
 def unplanned_text(plan: Plan) -> str:
-    """Says how many variants there was no time to plan; "" for none."""
+    """Says how many variants were not planned for lack of time; "" for none."""
     every = plan.figures.variants if plan.figures else ()
     late = sum(one.note.startswith(UNPLANNED) for one in every)
     text = f"time was over before {late} of {len(every)} variants could be planned"
@@ -41,7 +41,7 @@ def unplanned_text(plan: Plan) -> str:
 
 
 def _nothing_sharded(plan: Plan) -> Values:
-    """Returns words, number of devices, a comparison; () if sharded, or one device."""
+    """Returns (words, devices, comparison or "") if several shard no block; else ()."""
     devices = prod(size for _, size in plan.mesh_axes)
     what = "all blocks run whole on each device"
     if devices > 1 and plan.arg_specs and not words.is_sharded(plan):
@@ -62,7 +62,7 @@ def _loops(plan: Plan) -> Values:
 
 
 def _branches(plan: Plan) -> Values:
-    """Returns (text on branches' times, names of branches); () without branches."""
+    """Returns (text on branches' times or "", branches); () without branches."""
     texts = [text for text in plan.uncounted if not text.startswith("while")]
     mine = [row for row in plan.race if row.name == plan.winner]
     flags = few([f"{ms:.3f} ms with {flag}" for r in mine for flag, ms in r.flag_ms])
@@ -128,7 +128,7 @@ def _chosen_among(plan: Plan) -> Values:
 
 
 def _gains(is_measured: bool) -> Callable[[Plan], Values]:
-    """Returns a function that lists gains: measured ones, or (False) predicted ones."""
+    """Makes a lister of measured gains if `is_measured`, else of predicted gains."""
 
     def values(plan: Plan) -> Values:
         parts = []
@@ -148,7 +148,7 @@ def _gains(is_measured: bool) -> Callable[[Plan], Values]:
 
 
 def _left(has_kernel: bool) -> Callable[[Plan], Values]:
-    """Returns a function that lists refused kernels, or (False) parts without any."""
+    """Makes a lister of refused kernels if `has_kernel`, else of parts as written."""
 
     def values(plan: Plan) -> Values:
         every = plan.figures.left if plan.figures else ()
@@ -176,7 +176,7 @@ def _count(name: str, one: str, many: str) -> Callable[[Plan], Values]:
 
 
 def precision_text(plan: Plan) -> str:
-    """Counts products in the plan's lower precision, and others; "" without one."""
+    """Counts 16-bit products in `plan.precision`, and others; "" without `products`."""
     if (one := find_precision(plan.precision)) is None or not plan.products:
         return ""
     counts = {why: sum(of.values()) for why, of in plan.products.items()}
@@ -196,7 +196,7 @@ def precision_text(plan: Plan) -> str:
 
 
 def _crossing(plan: Plan) -> Values:
-    """Returns axes across hosts, traffic along these, along others; () for one host."""
+    """Returns described axes across hosts, traffic along these, along others; or ()."""
     across, sizes = plan.environment.get("crosses_hosts", ""), dict(plan.mesh_axes)
     totals = {side: [0, 0.0] for side in (True, False)}
     for move in (move for row in plan.rows for move in row.moves):
@@ -209,7 +209,7 @@ def _crossing(plan: Plan) -> Values:
 
 
 def _undivided(plan: Plan) -> Values:
-    """Returns (devices, batch) if a described mesh does not divide it; else ()."""
+    """Returns described (devices, batch) with a remainder not in `uneven`; or ()."""
     devices = prod(n for _, n in plan.mesh_axes)
     batch = round(plan.search.get("batch_samples") or 0)
     is_left = "described" in plan.environment and batch % devices

@@ -24,7 +24,7 @@ _SPREAD_SAMPLES = 4
 
 
 def ms_text(value: float | None, form: str = ".3f") -> str:
-    """Formats milliseconds; a dash for None."""
+    """Formats milliseconds, without the unit; a dash for None."""
     return "-" if value is None else format(value, form)
 
 
@@ -42,7 +42,7 @@ class BlockView:
         name: merged name: ``Net/layer_0-3/up``.
         path: the name without the module that contains all blocks.
         sharded: text on the dims that each axis shards.
-        exceptions: texts on the collectives of the other segments.
+        exceptions: texts on other collectives of some segments.
     """
 
     row: PlanRow
@@ -66,7 +66,7 @@ class SegmentView:
         indices: the segments' numbers.
         parameters: text on storage, kernels and rematerialization.
         time_ms: time of each segment; None if unknown.
-        ends: True for the last segment of a repeated run.
+        ends: True for the last segment of a run, which may occur once.
     """
 
     indices: tuple[int, ...]
@@ -169,7 +169,7 @@ def update_texts(updates: Sequence[BlockView]) -> tuple[str, str, str]:
 
 
 def blocks_rows(segments: Sequence[SegmentView]) -> Rows:
-    """Tabulates blocks; segments that are alike share rows."""
+    """Tabulates blocks; alike segments, equal neighbours, and updates share rows."""
     rows = []
     for segment in segments:
         count, time_ms = len(segment.indices), segment.time_ms
@@ -193,7 +193,7 @@ def blocks_rows(segments: Sequence[SegmentView]) -> Rows:
 
 
 def merged_moves(moves: Iterable[MoveFigure]) -> tuple[MoveFigure, ...]:
-    """Merges collectives by kind and axes, most bytes first."""
+    """Sums collectives by kind and axes, most bytes first; time None if any is."""
     groups: dict[tuple[str, tuple[str, ...]], list[MoveFigure]] = {}
     for move in moves:
         groups.setdefault((move.kind, move.axes), []).append(move)
@@ -238,7 +238,7 @@ def _place(row: RaceRow) -> tuple[bool, float, float]:
 
 
 def candidates_of(plan: Plan) -> tuple[CandidateView, ...]:
-    """Lists each program's fastest variant once, the fastest first.
+    """Lists each candidate's fastest variant, or the winner, in order of `_place`.
 
     A variant's name is the candidate's, a comma, and its difference. Candidates with
     the same program share a row, under the winner's name if they won.
@@ -293,7 +293,7 @@ def chosen_text(plan: Plan) -> str:
 
 
 def _next_text(plan: Plan, rivals: Sequence[RaceRow]) -> str:
-    """Names the best other candidate, ``; next, zero1: 0.2 ms``; "" if none."""
+    """Names the rival with the best prediction: ``; next, zero1: 0.200 ms``; or ""."""
     times = [(row.predicted_ms, row.name) for row in rivals if row.predicted_ms]
     if not times:
         return ""
@@ -304,7 +304,7 @@ def _next_text(plan: Plan, rivals: Sequence[RaceRow]) -> str:
 
 
 def race_rows(plan: Plan) -> Rows:
-    """Tabulates the candidates of the race, the fastest first."""
+    """Tabulates `candidates_of` a plan, raced or not; notes count other variants."""
     found = candidates_of(plan)
     notes = {one.row.note for one in found}
     shared = notes.pop() if len(found) > 1 and len(notes) == 1 else ""
@@ -445,7 +445,7 @@ def strategies_rows(plan: Plan, kind: int) -> Rows:
 
 
 def memory_rows(plan: Plan) -> Rows:
-    """Tabulates the parts of peak memory; residuals live from forward to backward."""
+    """Tabulates known memory: predicted parts of the peak, compiled memory, budget."""
     figures, parts = plan.figures, {}
     if figures and figures.picks:
         taken = [figures.kinds[k].options for k in figures.segment_kinds]

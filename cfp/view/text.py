@@ -55,7 +55,7 @@ _MOST_SEGMENTS = 4  # Of a short text.
 
 
 def short_text(plan: Plan) -> str:
-    """Returns the most important facts about a plan in a few lines, as its repr."""
+    """Returns the most important facts about a plan in short lines, for its repr."""
     figures = "; ".join(words.figure_texts(plan))
     lines = [words.title(plan), figures or "neither predicted nor measured"]
     lines += [f"{rates}"] if (rates := throughput(plan)) is not None else []
@@ -110,7 +110,7 @@ def _variant_texts(plan: Plan) -> Iterator[str]:
 
 
 def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
-    """Renders a plan's tables for a rich console."""
+    """Renders a plan's headline, tables and remarks for a rich console."""
     tables = (blocks_rows(segments_of(plan)), variants_rows(plan), race_rows(plan))
     lines = [str(throughput(plan) or ""), words.summary_line(plan)]
     lines += map(words.sentence, remarks(plan))
@@ -118,7 +118,7 @@ def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
 
 
 def plan_text(plan: Plan, width: int | None = None) -> str:
-    """Renders a plan's tables as plain text with ASCII borders, for files and pipes."""
+    """Renders `plan_view` as plain text with ASCII borders, for files and pipes."""
     return plain_text(plan_view(plan, border=box.ASCII), width)
 
 
@@ -133,7 +133,7 @@ class Explained:
 
     Attributes:
         blocks: heading of each block, with its facts by label.
-        kind: number of the segments' kind in the plan's figures; None without figures.
+        kind: number of the segments' kind in the plan's figures; None without a search.
     """
 
     title: str
@@ -142,7 +142,7 @@ class Explained:
 
 
 def explained(plan: Plan, wanted: set[int] | None = None) -> Iterator[Explained]:
-    """Yields texts on the segments in order; alike segments share one.
+    """Yields a text for each of `segments_of` that has wanted blocks, in order.
 
     Args:
         wanted: numbers of the blocks to explain; by default all.
@@ -196,7 +196,7 @@ def explain_text(plan: Plan, block: str | None = None) -> str:
     """Explains a plan, or some of its blocks, in lines of `columns()` characters.
 
     Args:
-        block: part of blocks' names, or a pattern with ``*``; by default all blocks.
+        block: part of names, or a pattern of whole ones with ``*``; ignores case.
 
     Raises:
         CfpError: no block has such a name.
@@ -219,7 +219,7 @@ def explain_text(plan: Plan, block: str | None = None) -> str:
 
 
 def _wanted(plan: Plan, block: str) -> set[int]:
-    """Returns indices of blocks whose (merged) name matches; CfpError for none."""
+    """Returns indices of blocks by name, else by merged name; CfpError for none."""
     sought = block.casefold()
     pattern = sought if "*" in sought else f"*{sought}*"
 
@@ -240,7 +240,7 @@ _FOLDER = Path(__file__).parent
 
 
 def page_html(plan: Plan, is_small: bool = False) -> str:
-    """Renders a plan as HTML with its own style, which loads nothing else.
+    """Renders a plan as HTML that contains its style, and loads no other file.
 
     Args:
         is_small: True for a fragment without the last tables, for notebooks.
@@ -288,7 +288,7 @@ def diff_data(first: Plan, second: Plan) -> dict[str, tuple[str, str]]:
 def diff_text(
     first: Plan, second: Plan, names: tuple[str, str] = ("first", "second")
 ) -> str:
-    """Lists differences of two plans; equal changes of many layers are shortened."""
+    """Lists differences of two plans, or that none exist; shortens equal changes."""
     lines = [f"{names[0]} -> {names[1]}"]
     groups: dict[tuple[str, str], list[str]] = {}
     for name, pair in diff_data(first, second).items():
@@ -375,7 +375,7 @@ def _lines(plan: Plan) -> Iterator[str]:
 
 
 def _code(spec: Spec, kind: str | None = None) -> str:
-    """Writes a sharding as Python, ``P(None, 'x')``, with the dims of JAX's `kind`."""
+    """Writes a sharding as Python, ``P(None, 'x')``, cut to the dims of type `kind`."""
     dims = spec if kind is None else spec[: len(shape_of(kind))]
     parts = [repr(one[0]) if len(one) == 1 else repr(one or None) for one in dims]
     while parts and parts[-1] == "None":

@@ -52,7 +52,7 @@ def storage_text(segment: PlanSegment) -> str:
 
 
 def parameters_text(stored: str) -> str:
-    """Adds "parameters" or "no parameters" to a text of `storage_text`."""
+    """Adds "parameters" to a text of `storage_text`: ``no parameters of its own``."""
     if stored.startswith(_NONE_OF_ITS_OWN):
         return f"no parameters{stored.removeprefix('none')}"
     return f"parameters {stored}"
@@ -93,7 +93,7 @@ def move_text(move: MoveFigure) -> str:
 def moves_text(moves: Sequence[MoveFigure]) -> str:
     """Describes collectives: ``all-reduce over x, 4 MiB in each of 12 iterations``.
 
-    Collectives below a KiB are left out; "-" if none is left.
+    Collectives below a KiB in each iteration are left out; "-" if none is left.
     """
     parts = [
         f"{move.kind} over {','.join(move.axes)}, {format_bytes(size)}"
@@ -178,7 +178,7 @@ def _predicted_how(plan: Plan) -> str:
 
 
 def known_how(plan: Plan) -> str:
-    """Returns "estimated" or "measured", how a plan's strategies got their times."""
+    """Returns "estimated" if a plan's strategies have estimates, else "measured"."""
     estimated = {"strategies_estimated", WAS_DESCRIBED} & plan.search.keys()
     return "estimated" if estimated else "measured"
 
@@ -230,7 +230,7 @@ def is_sharded(plan: Plan) -> bool:
 
 
 def runs_whole(plan: Plan) -> bool:
-    """True if several devices compute the same: no block or kernel is sharded."""
+    """True if a plan on several devices has blocks, and no sharded block or kernel."""
     devices = prod(size for _, size in plan.mesh_axes)
     return devices > 1 and bool(plan.rows) and not _shards_blocks(plan)
 
@@ -253,7 +253,7 @@ def unsearched_text(plan: Plan) -> str:
 
 
 def budget_text(plan: Plan) -> str:
-    """Describes a budget up to the device's memory, or with a reserve; else ""."""
+    """Describes a budget within a known device's memory, or with a reserve; else ""."""
     budget = plan.figures and plan.figures.budget_bytes
     kind = kind_of(plan.environment.get("device_kind", ""))
     whole, reserve = kind.memory_bytes if kind else 0, plan.search.get(RESERVE_BYTES, 0)
@@ -289,7 +289,7 @@ class Throughput:
         tflop_per_s: rate of each device; None with uncounted loops.
         runs_whole: True if all devices compute the same.
         rate_share: share of the devices' nominal matrix rates for the products' types;
-            None for unknown devices, and for float32 without TF32.
+            None for unknown devices, uncounted loops, and float32 without TF32.
         rate_dtypes: types of these rates, such as "float32 (TF32)".
         tokens_per_s: None if the batch has no tokens.
         samples_per_s: None if the batch has tokens or is unknown.

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import cfp
+from cfp.profiling.coordination import PROCESS_ID
 from cfp.profiling.tasks import Progress
 from cfp.view import console as room
 from cfp.view.console import Display, PlainLines, shown
@@ -121,6 +122,14 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+def test_other_processes_than_the_first_say_nothing(monkeypatch):
+    monkeypatch.setenv(PROCESS_ID, "1")
+    stream = io.StringIO()
+    with redirect_stderr(stream), shown(None, "planning f", "quiet", False):
+        assert not writers(), "there is nothing that could write"
+    assert stream.getvalue() == ""
 
 
 def test_on_a_terminal_a_live_line_tells_what_is_being_done(monkeypatch):

@@ -72,8 +72,8 @@ class PlannerSettings:
         retry_failures: measure again what failed before. A `datetime` retries failures
             from before that time.
         progress: called with every event, a :class:`Progress` or a line of text.
-        ray: address of a Ray cluster to plan on: auto, host:port, or local, which
-            starts one here. See docs/ray.md.
+        limits: times after which a build or a run counts as hung, :class:`Limits`.
+        ray: address of a Ray cluster: auto, host:port, or local, which starts one here.
 
     Raises:
         CfpError: a value is out of range, or a name is unknown.
@@ -134,7 +134,7 @@ class PlannerSettings:
 
     @property
     def dimensions(self) -> frozenset[Dimension]:
-        """Kinds of choices to make, from ``choose``.
+        """Kinds of choices to make: those of ``choose``; by default all.
 
         Raises:
             CfpError: ``choose`` has an unknown name, or is empty.
@@ -150,7 +150,7 @@ _OF_DIMENSIONS = {
 
 
 def dimensions_of(names: str | Iterable[str]) -> frozenset[Dimension]:
-    """Reads names of kinds of choices, with hyphens or underscores.
+    """Reads names of kinds of choices (a string is one), with hyphens or underscores.
 
     Raises:
         CfpError: a name is unknown, or no name is given.
@@ -187,7 +187,7 @@ class DetailedSettings(PlannerSettings):
         in_context: True measures segments beside a neighbour, too: better predictions
             from twice as many programs.
         constraint_levels: levels of the presets in the race: all at the first, the
-            fastest at each. By default all levels; one on virtual CPU devices.
+            fastest at each. By default all; one on one device or virtual CPU devices.
         reach: limit of predicted time for candidates, as a multiple of the fastest that
             fits. By default 1.1; 1.25 with activations constrained, 1.2 with arguments
             constrained; 2 on virtual CPU devices.
@@ -226,7 +226,7 @@ class MemoryBudget:
         budget_bytes: memory that a program may need on each device: the user's budget
             without the reserve.
         device_bytes: memory of a device, from which the compiler's limit is computed;
-            None if the compiler takes no limit.
+            None if that memory is unknown or the compiler takes no limit.
         reserve_bytes: part of the user's budget that the allocator may need.
     """
 
@@ -292,7 +292,7 @@ class PlanContext:
     def usual_temp_share(self) -> float:
         """Usual temporary memory under XLA's memory limit, as a share of that without.
 
-        It is 1 without a limit of the compiler, memory of devices, or compiling.
+        It is 1 if nothing is compiled, memory is unknown, or the compiler has no limit.
         """
         limited = self.compiles and self.defaults.limits_memory and self.device_bytes
         return LIMITED_MEMORY if limited else 1.0

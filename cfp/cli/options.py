@@ -59,13 +59,13 @@ def save(made: Plan, output: Path | None) -> list[str]:
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
-    """Returns a plan as plain data that `Plan.load` reads, with its throughput."""
+    """Returns a plan as data that `Plan.load` reads, with its throughput or None."""
     rates = throughput(plan)
     return {**json.loads(plan.to_json()), "throughput": rates and asdict(rates)}
 
 
 class Answer(NamedTuple):
-    """Result of a command: functions for --json and for text; exit code 1 if failed."""
+    """Result: `data` makes --json's document, `show` prints; exit code 1 if failed."""
 
     data: Callable[[], Any]
     show: Callable[[], None]
@@ -73,7 +73,7 @@ class Answer(NamedTuple):
 
 
 def plan_answer(made: Plan, output: Path | None, *more: str) -> Answer:
-    """Saves a plan if `output` is given; the answer prints it; failed if too large."""
+    """Answer with a plan, saved if `output` is given; failed if it exceeds memory."""
     then = "then run it with cfp run --plan plan.json"
     if "described" in made.environment:
         then = "on its devices, cfp verify plan.json TARGET times it"
@@ -108,7 +108,7 @@ class Option:
         kind: type of the value; flags (bool) are False by default, others None.
         text: text of the help.
         flags: names of the option; by default that of the parameter.
-        under: heading in the help; by default the first one.
+        under: heading in the help; by default Arguments or Options.
         maker: `typer.Option` or `typer.Argument`; `how` has its further arguments.
     """
 
@@ -289,9 +289,9 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 def command(
     *names: str, **own: Option
 ) -> Callable[[Callable[[Any, Any], Answer | None]], Callable[..., None]]:
-    """Returns a decorator that makes a typer command of function(context, values).
+    """Returns a decorator: function(context, values) becomes one that typer can call.
 
-    A CfpError becomes one printed message, and exit code 2.
+    Prints the function's answer. A CfpError is printed, and the exit code is 2.
 
     Args:
         names: names of shared `OPTIONS`.
@@ -347,7 +347,7 @@ def _with_one_message(
 
 
 def supervise(ctx: typer.Context, workdir: Path | None) -> None:
-    """Forks a command of the shell; returns in the child, see `Supervision.enter`."""
+    """Calls `Supervision.enter`, which may fork, if the shell started the command."""
     if isinstance(ctx.obj, Supervision):
         ctx.obj.enter(store_path(workdir))
 
@@ -362,7 +362,7 @@ _READ: Mapping[str, Callable[[str], Any]] = {
 def settings(
     ctx: typer.Context, progress: Callable[[Progress | str], None]
 ) -> PlannerSettings:
-    """Makes planner settings from a command's options."""
+    """Makes planner settings from a command's options, except --ray."""
     given = {"measure": True, **ctx.params}
     given |= {"seconds": given.get("time_budget"), "ray": None}
     found = {
@@ -422,7 +422,7 @@ def mode_of(
         parts: {parameter that needs a mode: that mode's parameter}.
 
     Raises:
-        CfpError: given parameters exclude each other.
+        CfpError: given parameters exclude each other, or one lacks its mode.
     """
     flags = {p.name: max(p.opts, key=len) for p in ctx.command.params}
     given = [name for name in ctx.params if is_given(ctx, name)]

@@ -1,7 +1,7 @@
 """The commands that plan: plan, and the single passes analyze, profile and search.
 
-A variant of a step is a mesh, with a number of microbatches. ``cfp profile`` also has
-modes without a step: --export, --import and --curves (rates of links).
+A variant of a step is a mesh, maybe with a number of microbatches. ``cfp profile`` also
+has modes without a step: --export, --import and --curves (rates of links).
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ _ALL = "all"
 
 
 def variants_of(ctx: typer.Context) -> dict[str, Any]:
-    """Returns `plan_fastest`'s variants, static and donated arguments, and `leaner`.
+    """Selects the platform; returns `plan_fastest`'s variants, argnums and `leaner`.
 
-    Variants are the meshes of the options. Without mesh, number of devices and preset,
-    they are all meshes of one or two axes. ``leaner`` yields variants with several
-    microbatches, if the target has such an option and none was given.
+    Variants are the options' meshes with each number of microbatches. Without mesh,
+    devices and preset, meshes of one or two axes compete if --choose allows.
+    ``leaner()`` yields variants with more microbatches, if options and target allow.
 
     Raises:
-        CfpError: the target, mesh, platform or number of devices is unknown, or the
-            target does not take these microbatches.
+        CfpError: the target or platform is unknown, devices are missing, options are
+            invalid, or the target does not take these microbatches.
     """
     given = ctx.params
     chosen = dimensions_of((given.get("choose") or ",".join(Dimension)).split(","))
@@ -155,7 +155,6 @@ def _cluster(given: dict[str, Any]) -> Cluster | None:
 
 
 def _counts(text: str | None) -> list[int | None]:
-    """Parses distinct numbers of `--microbatches`; [None] if it is not given."""
     if text is None:
         return [None]
     words = [word.strip() for word in text.split(",")]
@@ -168,7 +167,7 @@ def _counts(text: str | None) -> list[int | None]:
 
 
 def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
-    """Returns the meshes' axes, [None] if not given; and True to compare all shapes."""
+    """Returns the meshes' axes, [None] if not given; and True to try more shapes."""
     devices, mesh, texts = given["devices"], given["mesh"], given["mesh_shapes"] or []
     if mesh is not None and texts:
         raise CfpError("Give --mesh for one mesh or --mesh-shapes for more, not both.")
@@ -225,7 +224,7 @@ def plan(ctx: typer.Context, given: Any) -> Answer:
 
 
 def find(given: Any) -> Fastest:
-    """Plans a command's target on this process's devices, or for --for's devices.
+    """Plans a command's target on JAX's devices here, or for the devices of --for.
 
     Args:
         given: the command's context, or an object with its params, args and obj.
@@ -294,7 +293,7 @@ def import_profiles(given: Any) -> None:
 
 
 def measure_curves(given: Any) -> Answer:
-    """Measures collectives along a mesh's axes unless stored, and writes --describe."""
+    """Measures a mesh's rates unless stored; writes --describe's file if given."""
     link, describe = given.link, given.describe
     check_writable(describe, "--describe")
     axes = platform.parse_mesh(given.devices, given.mesh)

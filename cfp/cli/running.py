@@ -1,4 +1,4 @@
-"""The commands that use plans: run and verify steps; show and export plans."""
+"""The commands that use plans: show them; run, verify and export steps under them."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def export(ctx: typer.Context, given: Any) -> None:
 
 
 def running_text(plan: Plan, path: Path) -> str:
-    """Writes Python code that runs an exported step on its argument leaves."""
+    """Returns Python code that loads a step from `path`; it runs on `args`' leaves."""
     names, sizes = [*zip(*plan.mesh_axes, strict=True)] or [("x",), (1,)]
     donated = [i for i, one in enumerate(plan.donated) if one]
     options = f", compiler_options={dict(plan.options)!r}" if plan.options else ""
@@ -250,7 +250,7 @@ def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
 
 
 def _finite(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces infinite numbers and NaN by None, for JSON."""
+    """Copies data with None for infinite numbers and NaN; nested data stay."""
     return {
         name: None if isinstance(x, float) and not isfinite(x) else x
         for name, x in data.items()
@@ -258,7 +258,7 @@ def _finite(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_failures(trial: Trial) -> list[dict[str, Any]]:
-    """Lists each step's result leaves that differ by more than allowed, for JSON."""
+    """Lists leaves that fail the check, by step (from 0); distances may be infinite."""
     return [
         {
             "step": number,
@@ -290,7 +290,7 @@ def _print_trial(trial: Trial) -> None:
 
 
 def check_text(trial: Trial) -> str:
-    """Describes the outcome of --check, in one or more lines."""
+    """Describes the outcome of a trial with --check, in one or more lines."""
     return "\n".join(_check_lines(trial))
 
 
@@ -353,7 +353,6 @@ def _check_lines(trial: Trial) -> Iterator[str]:
 
 
 def _rounding_text(trial: Trial) -> str:
-    """Says where rounding was measured: ``on one device``, ``under ...``."""
     if trial.narrow:
         return "in the plan's kernels"
     if trial.preset == AS_WRITTEN:

@@ -25,7 +25,7 @@ from cfp.targets import Target, resolve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session(Analyzed):
-    """A target, analysed on a mesh of real devices."""
+    """A target, analysed on a mesh of JAX devices, which may be virtual."""
 
     target: Target
     mesh: Mesh
@@ -62,13 +62,14 @@ def open_target(
     Args:
         text: the target on the command line.
         options: the target's options on the command line.
-        axes, platform_name: None for the plan's, else all devices and JAX's platform.
+        axes: None for the plan's; without a plan for all devices.
+        platform_name: None for "cpu" if the plan's is cpu, else JAX's choice.
         plan: a saved plan, whose static arguments are a default, too.
         virtual: False keeps --platform out of messages.
 
     Raises:
-        CfpError: the target, platform or number of devices is unknown, or the target
-            cannot be the plan's step.
+        CfpError: the target or platform is unknown, devices are missing, or a model is
+            named for a plan with static arguments.
     """
     of_plan, remedy = plan is not None and axes is None, ""
     if plan is not None:

@@ -1,8 +1,9 @@
-"""Runs a measuring command in a child process, and starts another if the child dies.
+"""Runs a measuring command in a child process; restarts it if a measurement kills it.
 
 Only the child uses the devices. It notes each build and run in the store
-(`cfp.profiling.tasks`), with a deadline. The parent kills a child past a deadline,
-records why the child died, and starts the next child, which continues from the store.
+(`cfp.profiling.tasks`), with a deadline. The parent kills a child past a deadline, and
+records failures. The next child continues from the store. A command of several
+processes has no next child.
 
 The child is forked before JAX looks for devices, so that it neither imports again nor
 reads the command line again.
@@ -89,10 +90,10 @@ class Supervision:
 
 
 def _attend(child: int, store: ProfileStore) -> int | None:
-    """Waits for a child's end; kills the child past a deadline, or a second interrupt.
+    """Waits for a child's end; kills it past a deadline; a second interrupt raises.
 
-    Returns the command's exit code. None if the child died during a recorded build or
-    run: another child is to start. Of several processes, it always returns a code.
+    Returns the command's exit code. None starts another child: this one died in a
+    recorded build or run, the parent got no signal, and the command has one process.
     """
     looked, is_overdue, stop = time.monotonic(), False, 0
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:

@@ -67,7 +67,7 @@ def package_name(requirement: str) -> str:
 
 
 def requirements() -> list[str]:
-    """cfp's requirements, such as ``jax>=0.10.2,<0.13``."""
+    """cfp's requirements without extras, such as ``jax>=0.10.2,<0.13``."""
     if _PROJECT.is_file():
         return tomllib.loads(_PROJECT.read_text())["project"]["dependencies"]
     return [one for one in metadata.requires("cfp") or [] if "extra ==" not in one]
@@ -205,7 +205,7 @@ def devices() -> str:
 
 
 def graft() -> str:
-    """Checks that a program of cfp compiles, and its all-reduce is right and fast."""
+    """Checks that a cfp program compiles, its all-reduce is right, and NVLink fast."""
     import jax
     import jax.numpy as jnp
 
@@ -370,7 +370,7 @@ CHECKS = (
 
 
 def examine(only: Collection[str] = (), jax_timeout_s: float = 300) -> Iterator[Result]:
-    """Runs checks by name, or all; after a failure with JAX, later ones are ABSENT."""
+    """Runs named checks, or all; once a check with JAX fails, later ones are ABSENT."""
     checks = [check for check in CHECKS if not only or check.name in only]
     yield from (check.result() for check in checks if check.run in WITHOUT_JAX)
     if not (checks := [check for check in checks if check.run not in WITHOUT_JAX]):

@@ -68,7 +68,7 @@ class Runner:
     profiling records.
 
     Args:
-        planning: unique name of a planning; names the runner's store.
+        planning: names the runner's store; later plannings of this name find it.
     """
 
     def __init__(self, planning: str) -> None:
@@ -119,7 +119,7 @@ def plan_on_ray(
         work: function of the folder of the runner's store; does the planning.
         address: the cluster's address as for `ray.init` ("auto", "host:port"); "local"
             starts a cluster on this machine.
-        store: this machine's store; receives the runner's records at the end.
+        store: this machine's store; exchanges records with the runner's.
         needs: platform and mesh axes, as in `gpus_for`.
 
     Raises:
@@ -168,7 +168,7 @@ def plan_on_ray(
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[Any]:
-    """Context manager: gives `ray`, connected to `address` unless it already is.
+    """Gives `ray`, as connected before, else connected to `address` until the exit.
 
     "local" starts a cluster. Raises CfpError if Ray or the cluster is missing.
     """

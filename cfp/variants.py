@@ -367,7 +367,7 @@ class _Planning:
             )
 
     def analyzed(self, variant: Variant, in_host: InHost = ()) -> Analyzed:
-        """Analyses a variant, again only with `in_host`; other processes do so, too."""
+        """Analyses a variant once, anew with `in_host`; other processes do so, too."""
         name, mesh = variant.name, variant.mesh
         if name in self.known and not in_host:
             return self.known[name]

@@ -122,7 +122,7 @@ def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
 def profiles_view(
     data: dict[str, Any], segments: list[dict[str, Any]], border: box.Box
 ) -> RenderableType:
-    """Tabulates kinds of segments: strategies measured, failed; best and worst ms."""
+    """Tabulates kinds of segments: numbers measured and failed, best and worst ms."""
     rows = []
     for kind in sorted({one["kind"] for one in segments}):
         mine = [one for one in data["profiles"] if one["kind"] == kind]

@@ -41,7 +41,7 @@ def unplanned_text(plan: Plan) -> str:
 
 
 def _nothing_sharded(plan: Plan) -> Values:
-    """Returns (words, devices, comparison or "") if several shard no block; else ()."""
+    """Returns three texts if several devices shard no block, or nothing; else ()."""
     devices = prod(size for _, size in plan.mesh_axes)
     what = "all blocks run whole on each device"
     if devices > 1 and plan.arg_specs and not words.is_sharded(plan):
@@ -209,7 +209,7 @@ def _crossing(plan: Plan) -> Values:
 
 
 def _undivided(plan: Plan) -> Values:
-    """Returns described (devices, batch) with a remainder not in `uneven`; or ()."""
+    """Returns (devices, batch) if described devices leave a rest; () if in `uneven`."""
     devices = prod(n for _, n in plan.mesh_axes)
     batch = round(plan.search.get("batch_samples") or 0)
     is_left = "described" in plan.environment and batch % devices

@@ -238,7 +238,7 @@ def _place(row: RaceRow) -> tuple[bool, float, float]:
 
 
 def candidates_of(plan: Plan) -> tuple[CandidateView, ...]:
-    """Lists each candidate's fastest variant, or the winner, in order of `_place`.
+    """Lists each candidate's fastest variant, or the winner, sorted by `_place`.
 
     A variant's name is the candidate's, a comma, and its difference. Candidates with
     the same program share a row, under the winner's name if they won.

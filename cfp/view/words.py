@@ -52,7 +52,7 @@ def storage_text(segment: PlanSegment) -> str:
 
 
 def parameters_text(stored: str) -> str:
-    """Adds "parameters" to a text of `storage_text`: ``no parameters of its own``."""
+    """Adds a noun to a text of `storage_text`, such as ``parameters sharded``."""
     if stored.startswith(_NONE_OF_ITS_OWN):
         return f"no parameters{stored.removeprefix('none')}"
     return f"parameters {stored}"

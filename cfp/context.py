@@ -185,7 +185,7 @@ class DetailedSettings(PlannerSettings):
 
     Attributes:
         in_context: True measures segments beside a neighbour, too: better predictions
-            from twice as many programs.
+            from up to twice as many programs.
         constraint_levels: levels of the presets in the race: all at the first, the
             fastest at each. By default all; one on one device or virtual CPU devices.
         reach: limit of predicted time for candidates, as a multiple of the fastest that

@@ -468,7 +468,7 @@ def search_stored(
 ) -> FoundPlan:
     """Plans from stored measurements of segments.
 
-    Devices run the race and a check of kernels, and segments after a wrong kernel.
+    Devices run the race and check kernels. After a wrong kernel, segments are measured.
 
     Raises:
         CfpError: measurements are missing.

@@ -102,7 +102,7 @@ def analyse(
     """Traces and analyses a target.
 
     Args:
-        plan: a plan that the step must fit; its donated and host arguments are used.
+        plan: its arguments must fit the step's; its donated and host ones are used.
 
     Raises:
         CfpError: the step cannot be traced, or the pins or the plan do not fit.

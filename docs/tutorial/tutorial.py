@@ -259,7 +259,7 @@ print(f"step 59 on {half.size} devices: {on_half[-1]:.4f}, before: {resumed[19]:
 # %% [markdown]
 # ## What it has learned
 #
-# The trained state is an `nnx.State`, on any devices: `nnx.merge` makes the model from
+# On any devices the trained state is an `nnx.State`: `nnx.merge` makes the model from
 # it.
 
 # %%

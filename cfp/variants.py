@@ -235,8 +235,8 @@ class _Planning:
         times = times or {name: one.plan.predicted_ms for name, one in found.items()}
         if len(found) > 1 and not any(times.values()):
             raise CfpError(
-                f"Times under the preset {self.options.preset!r} need a race. Set "
-                f"race=True, or plan one of these alone: {'; '.join(found)}."
+                f"Comparing variants under the preset {self.options.preset!r} needs a "
+                f"race. Set race=True, or plan one alone: {'; '.join(found)}."
             )
         best = min(found, key=lambda name: times.get(name) or inf)
         plan = found[best].plan
@@ -265,10 +265,10 @@ class _Planning:
         return Fastest(name=best, plan=plan)
 
     def tried(self) -> list[_Tried]:
-        """Plans the best (all under a preset), or calls `lean`; returns every variant.
+        """Plans the best one or two by estimate, or all under a preset.
 
-        Raises:
-            CfpError: no variant can be planned.
+        If one fails, the next is planned. If all lack memory, `lean` adds variants.
+        Returns every variant, planned or not; raises CfpError if none can be planned.
         """
         every = [_Tried(one) for one in self.variants]
         order, left = every, len(every)

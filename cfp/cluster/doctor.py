@@ -235,7 +235,7 @@ def judged_sum(count: int, size_bytes: int, error: float, time_ms: float) -> str
     """Describes an all-reduce; Failure for a large relative error, or slow NVLink."""
     text = f"{count} devices: an all-reduce of {size_bytes >> 20} MiB"
     if not error <= SUM_ERROR:  # Also for NaN.
-        raise Failure(f"{text} has a relative error of {error:.1e}")
+        raise Failure(f"{text} is off by {error:.1e} of the sum; limit {SUM_ERROR:g}")
     if not shows_nvidia() or count < 2:
         return f"{text} is right"
     # GB/s that each device sends in a ring.

@@ -82,14 +82,14 @@ def _on_mesh(spec: Spec, info: ValidationInfo) -> Spec:
     if not mesh.keys() >= {*used} or len({*used}) < len(used):
         axes = shown([*mesh])
         raise ValueError(
-            f"for each dim a list of axes of the mesh ({axes}), each of them once"
+            f"for each dim a list of axes of the mesh ({axes}), none of them twice"
         )
     return spec
 
 
 def _in_order(ops: tuple[int, ...]) -> tuple[int, ...]:
     if any(b <= a for a, b in pairwise(ops)):
-        raise ValueError("numbers of ops in rising order")
+        raise ValueError("op numbers in rising order")
     return ops
 
 
@@ -97,7 +97,7 @@ def _check_once(items: Iterable[_Item], what: str) -> None:
     seen = set()
     for item in items:
         if item in seen:
-            raise ValueError(f"every {what} once, not {shown(item)} twice")
+            raise ValueError(f"each {what} at most once, not {shown(item)} twice")
         seen.add(item)
 
 
@@ -110,9 +110,9 @@ def _is_mesh(axes: tuple[_Axis, ...], info: ValidationInfo) -> tuple[_Axis, ...]
     # Quotes in a name would end it in the module's text.
     names = [name for name, _ in axes]
     if not all(names) or len({*names}) < len(names) or {*'"\\'} & {*"".join(names)}:
-        raise ValueError("a different name for each axis")
+        raise ValueError("axes with different names, without quotes or backslashes")
     if math.prod(size for _, size in axes) > _MOST_DEVICES:
-        raise ValueError(f"axes of up to {_MOST_DEVICES} devices together")
+        raise ValueError(f"axes of at most {_MOST_DEVICES} devices together")
     _mesh(info).update(axes)
     return axes
 
@@ -128,7 +128,7 @@ def _fit(specs: tuple[Spec, ...], info: ValidationInfo) -> tuple[Spec, ...]:
             raise ValueError(f"axes for each of the {len(shape)} dims of {kind}")
         for size, names in zip(shape, spec, strict=False):
             if size % math.prod(_mesh(info)[name] for name in names):
-                raise ValueError(f"axes that divide the dims of {kind}")
+                raise ValueError(f"axes whose sizes divide the dims of {kind}")
     return specs
 
 
@@ -139,8 +139,8 @@ def _for_each(items: tuple[_Item, ...], info: ValidationInfo) -> tuple[_Item, ..
 
 
 def _are_there(positions: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
-    if max(positions, default=-1) >= _count(info, "arg_names"):
-        raise ValueError("positions of arguments")
+    if max(positions, default=-1) >= (count := _count(info, "arg_names")):
+        raise ValueError(f"positions of arguments, below {count}")
     return positions
 
 
@@ -157,7 +157,7 @@ def _are_leaves(
 def _are_arguments(static: tuple[int | str, ...]) -> tuple[int | str, ...]:
     for key in static:
         if not (key.isprintable() if isinstance(key, str) else 0 <= key < 1000):
-            raise ValueError("names or positions (0 to 999) of static arguments")
+            raise ValueError("printable names or positions from 0 to 999")
     _check_once(static, "argument")
     return static
 
@@ -190,14 +190,14 @@ def _are_known(
     stored = [one.argument for segment in segments for one in segment.parameters]
     count = _count(info, "arg_names")
     if len({*stored}) < len(stored) or max(stored, default=-1) >= count:
-        raise ValueError("positions of arguments, each at most once")
+        raise ValueError(f"positions of arguments, below {count}, none of them twice")
     owned = {one for segment in segments for one in segment.parameters}
     for segment in segments:
         shared = {*segment.shared}
         if segment.parameters and shared:
-            raise ValueError("either parameters of its own or shared ones")
+            raise ValueError("a segment's own parameters or shared ones, not both")
         if len(shared) < len(segment.shared) or not shared <= owned:
-            raise ValueError("each shared parameter once, stored as in its own segment")
+            raise ValueError("each shared parameter once, as another segment owns it")
     if not {pair for one in segments for pair in one.kernels} <= known_kernels():
         raise ValueError(f"kernels among {', '.join(KERNELS)}")
     return segments
@@ -207,7 +207,7 @@ def _are_blocks(rows: tuple[PlanRow, ...], info: ValidationInfo) -> tuple[PlanRo
     _check_once((row.block for row in rows), "block")
     count = _count(info, "segments")
     if not all(row.segment < count for row in rows):
-        raise ValueError(f"blocks of {count} segments")
+        raise ValueError(f"numbers of segments below {count}")
     for row in rows:
         _on_mesh((tuple(one.axis for one in row.strategy),), info)
     return rows
@@ -241,7 +241,7 @@ class _Recomputed(_Part):
 
 def _known(how: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
     if not {word.rpartition("=")[0] for word in how[1:]} <= _mesh(info).keys():
-        raise ValueError("a kernel, and roles of the mesh's axes")
+        raise ValueError("a kernel, then AXIS=ROLE for axes of the mesh")
     return how
 
 

@@ -191,7 +191,7 @@ class Figures:
         if kinds and max(kind_of, default=0) >= len(kinds):
             raise ValueError(f"numbers of segment kinds below {len(kinds)}")
         if picks and len(picks) != len(kind_of):
-            raise ValueError(f"{len(kind_of)} picks of segments, not {len(picks)}")
+            raise ValueError(f"picks for {len(kind_of)} segments, not for {len(picks)}")
         for kind, pick in zip(kind_of, picks, strict=False):
             known = len(kinds[kind].options) if kinds else 0
             if pick >= known:

@@ -412,13 +412,13 @@ class Outline:
     ops: str
 
     def __post_init__(self) -> None:
-        if any(not 0 <= kind < len(self.kinds) for kind, _ in self.pairs()):
-            raise ValueError(f"an operation has none of the {len(self.kinds)} kinds")
+        is_read = re.fullmatch(r"([0-9]{1,9}\.[0-9a-f]+(\s+|$))*", self.ops)
+        if not is_read or any(kind >= len(self.kinds) for kind, _ in self.pairs()):
+            raise ValueError(f"operations as KIND.DIGEST, KIND below {len(self.kinds)}")
 
     def pairs(self) -> list[tuple[int, int]]:
         """Returns `ops` as (kind's index, digest) pairs."""
-        texts = (op.partition(".") for op in self.ops.split())
-        return [(int(kind), int(reads, 16)) for kind, _, reads in texts]
+        return [(int(k), int(d, 16)) for k, d in re.findall(r"(\d+)\.(\w+)", self.ops)]
 
 
 def outline_of(program: Program) -> Outline:

@@ -291,7 +291,7 @@ def _lowered(
         # Ops and libraries raise many types.
         advice = _advice(str(error), of_no_devices)
         raise StepNotTraceable(
-            f"JAX does not lower {step.flat_fn.__name__!r} for several devices: "
+            f"JAX does not lower {step.flat_fn.__name__!r}: "
             f"{type(error).__name__}: {step.with_paths(str(error))}\n{advice}"
         ) from error
 

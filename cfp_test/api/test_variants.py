@@ -244,8 +244,8 @@ def test_under_a_preset_estimates_decide_if_nothing_is_measured(tmp_path):
     times = times_of(found)
     assert times.keys() == {"line", "flat", "cube"}
     assert times[found.name] == min(times.values()) == found.plan.predicted_ms
-    text = "under the preset 'data_parallel' need a race. Set race=True, or plan"
-    with pytest.raises(CfpError, match=f"{text} one of these alone: line; flat; cube"):
+    text = "under the preset 'data_parallel' needs a race. Set race=True, or plan"
+    with pytest.raises(CfpError, match=f"{text} one alone: line; flat; cube"):
         find(True)
 
 

@@ -166,11 +166,13 @@ def test_what_is_shorter_says_what_is_missing(mesh):
         {"ops": "@@@@"},
         {"kinds": ()},
         {"ops": "-1.0"},
+        {"ops": "0.3f 0.xy"},
+        {"ops": "0.3f0.a0.1"},
     ],
 )
 def test_damaged_outlines_are_refused(mesh, damage):
     sound = outline_of(program_of(make_step(), planning_mesh(mesh)))
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"^operations as KIND.DIGEST, KIND "):
         replace(sound, **damage)
 
 

@@ -44,7 +44,7 @@ class PlannerSettings:
     The first sentence of each attribute is also the help of the command line's option.
 
     Attributes:
-        per_kind: most strategies to measure for each kind of segment; presets' always.
+        per_kind: most strategies to measure per kind of segment; more only for presets.
         others: strategies of each kind of segment to measure beside those of the
             presets. The best by estimate are measured. If memory excludes the fastest,
             more are measured while another may make the plan faster by 2 %.

@@ -467,19 +467,19 @@ def search_as_compiled(
     problem = build_problem(costs, options, problem.budget_bytes)
     solution = replace(solution, problem=problem, stage=Stage.CORRECTED)
     known = {one.choice for one in solution.candidates}
-    plans, named = _fitting_as_compiled(context, analysis, solution, known)
+    plans, named = _fitting_by_scaled_memory(context, analysis, solution, known)
     if not (plans or named or is_wider):
         return None
     return replace(solution, candidates=[*plans, *named, *solution.candidates])
 
 
-def _fitting_as_compiled(
+def _fitting_by_scaled_memory(
     context: PlanContext,
     analysis: Analysis,
     solution: Solution,
     known: Collection[Choice],
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Returns new (plans, rematerialized presets) that fit by compiled sizes."""
+    """Predicts new (plans, rematerialized presets) that fit; compiles none."""
     problem, names = solution.problem, {one.name for one in solution.candidates}
     programs = programs_of(analysis, solution.candidates, context.environment)
     factors = dict[Choice, float]()
@@ -537,7 +537,7 @@ def _smallest(
     assert problem is not None, "something was searched"
     done = [r.candidate for r in results if not r.skipped]
     known = {one.choice for one in done}
-    plans, _ = _fitting_as_compiled(context, analysis, solution, known)
+    plans, _ = _fitting_by_scaled_memory(context, analysis, solution, known)
     tried = {(one.choice, one.level) for one in done}
     every = [*plans[-1:], leanest_of(analysis, problem)]
     compiled = [one for one in results if one.peak_bytes]

@@ -542,7 +542,7 @@ class _Numbering:
                 self.joined[numbers[op.results[0]]] = op
 
     def _piece(self, op: Op) -> int | None:
-        """Returns the number of a concatenation's operand that a slice is, or None."""
+        """Returns the value number of the joined operand that a slice is, or None."""
         whole = self.joined.get(self.numbers[op.operands[0]])
         if whole is None or {*op.integers("strides")} != {1}:
             return None

@@ -100,7 +100,7 @@ class _Finder:
         self.members: set[int] = set()
 
     def _find_leads(self, outputs: Set[int]) -> None:
-        """Finds ops and values that reach a product by a path without new state."""
+        """Finds ops and values that lead to a product or lookup, not by new state."""
         program, flow = self.program, self.flow
         targets = {
             op.id for op in program.ops if op.kind in _LOOKUPS or is_contraction(op)
@@ -336,7 +336,7 @@ class _Finder:
     def _reads(
         self, value: int, inside: set[int], shape: tuple[int, ...]
     ) -> tuple[tuple[int, ...], frozenset[int]]:
-        """Returns `StorageGroup.reads`, and the dims that loops slice."""
+        """Returns ids of views of `value`, none `inside`, and dims that loops slice."""
         program = self.program
         found: set[int] = set()
         whole: set[int] = set()

@@ -307,14 +307,14 @@ class Check:
         """
         tell("running the reference")
         expected = in_host(self._results(self.reference.step, fresh))
-        changes = self._changes(expected)
-        rounded, lost = self._rounded(expected, changes, tell)
+        state_changes = self._changes(expected)
+        rounded, lost = self._rounded(expected, state_changes, tell)
         tell("running the plan's step, and comparing results")
         usual = self._results(self.planned, fresh)
         margin = NARROW_MARGIN if self.planned.narrow else ROUNDING_MARGIN
         how = {"tolerance": self.tolerance, "margin": margin}
         by_path = {x.path: replace(x, **how) for x in compare(usual, expected)}
-        for path, change in changes.items():
+        for path, change in state_changes.items():
             by_path[path] = replace(by_path[path], change=change)
         made = [*by_path.values()]
         # Rounding is measured on the plan's side if its kernels round more.
@@ -348,18 +348,18 @@ class Check:
         return changes
 
     def _rounded(
-        self, expected: Any, changes: Mapping[str, float], tell: Callable[[str], None]
+        self, have: Any, state_changes: Mapping[str, float], tell: Callable[[str], None]
     ) -> tuple[dict[str, float], set[str]]:
-        """Returns `Differences.rounded`, and paths that precision makes non-finite."""
+        """Largest distances to a run without precision; paths finite only there."""
         if (plain := self.reference.unrounded) is None:
             return {}, set()
         tell("running the step without --precision")
-        have, want = expected, self._results(plain, fresh)
+        want = self._results(plain, fresh)
         found, have, want = compare(have, want), _by_path(have), _by_path(want)
         far = [x.path for x in found if not isfinite(x.relative_l2)]
         lost = {x for x in far if (np.isfinite(want[x]) > np.isfinite(have[x])).any()}
-        off = [(x.relative_l2 / changes.get(x.path, 1), x.path) for x in found]
-        largest = {path in changes: (path, distance) for distance, path in sorted(off)}
+        off = [(x.relative_l2 / state_changes.get(x.path, 1), x.path) for x in found]
+        largest = {path in state_changes: (path, ratio) for ratio, path in sorted(off)}
         return dict(largest.values()), lost
 
     def _results(self, step: CompiledStep, change: Callable[[Any], Any]) -> Any:

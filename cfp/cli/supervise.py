@@ -141,7 +141,7 @@ def _attend(child: int, store: ProfileStore) -> int | None:
 
 
 def _die_with(pipe: int, store_path: Path) -> None:
-    """Ends this child process once the parent is gone, which closes the pipe."""
+    """Kills this child once the parent is gone; clears its work in the store first."""
     os.read(pipe, 1)
     with ProfileStore(store_path) as store:
         forget(store, os.getpid())

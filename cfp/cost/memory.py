@@ -438,9 +438,9 @@ Reads = dict[int, float]
 
 @searched_once
 def moved_bytes(program: Program) -> Mapping[int, float]:
-    """Bytes that each kernel moves in one run, of whole tensors, by its last op's id.
+    """Unsharded bytes that each kernel moves in one run, by its last op's id.
 
-    Products are kernels, too. A row sum in another one has 0.0. Bit shifts add bytes.
+    Products are kernels. A row sum inside another kernel has 0.0. Bit shifts add bytes.
     """
     kernels = _find_kernels(program)
     within = _sums_within_others(program, kernels)

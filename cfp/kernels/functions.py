@@ -194,7 +194,7 @@ class AttentionFunctions:
 
     @property
     def _orders(self) -> dict[str, list[list[str]]]:
-        """Letters of each dim of [batch, tokens, heads, head_dim], by array's name."""
+        """Letters of each dim, [batch, tokens, heads, head_dim], of q, k, v and out."""
         meaning, letters = self.meaning, sorted(name for name, _ in self.sizes)
         batch = [x for x in letters if x[0] == "b" and x != meaning.heads]
         groups = [x for x in letters if x[0] == "q" and x != meaning.tokens]

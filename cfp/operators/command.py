@@ -120,7 +120,7 @@ def print_results(
 
 
 def _figures(rows: Sequence[Row], name: str) -> Table:
-    """Table of one operator and pass (`name`), a column for each implementation."""
+    """Table of one operator's rows in pass `name`, a column per implementation."""
     names = list(dict.fromkeys(row.implementation for row in rows))
     table = _table("shape", "type", "", *names)
     for shape, dtype in dict.fromkeys((row.shape, row.dtype) for row in rows):

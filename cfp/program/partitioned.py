@@ -104,7 +104,7 @@ class PartitionedCall:
 
     @property
     def label(self) -> str:
-        """The name of the user's function, as an identifier."""
+        """Name of the function that custom_partitioning wraps, as an identifier."""
         return re.sub(r"\W", "_", str(self.whole.jaxpr.debug_info.func_name))
 
     @property

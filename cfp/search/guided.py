@@ -396,7 +396,7 @@ class _Written:
 def _written_twice(
     maker: RequestBuilder, first: Sequence[MeasurementRequest]
 ) -> list[_Written]:
-    """Pairs requests with kernel variants, if any; marks a kind's best by estimate."""
+    """Pairs requests that have kernel variants with them; marks a kind's best pair."""
     found = []
     for kind, estimate in enumerate(maker.estimates):
         mine = [item for item in first if item.kind == kind]

@@ -327,7 +327,7 @@ class MeasurementRequest:
 
     @property
     def own_job(self) -> Job:
-        """The job that runs this candidate itself: the first; with a base, the last."""
+        """The job with this candidate: alone in the first; with a base, the last."""
         return self.jobs[-1 if self.base else 0]
 
     def has_failed(self, records: Mapping[str, ProfileRecord]) -> bool:

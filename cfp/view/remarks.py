@@ -186,7 +186,7 @@ def precision_text(plan: Plan) -> str:
         figures = (f"{one.name}_{figure}" for figure in ("share", "saves_ms"))
         share, saved = (plan.search.get(figure, 0.0) for figure in figures)
         text += f" ({names}), {share:.0%} of all FLOPs"
-        text += f", estimated to save {saved:.1f} ms on {one.devices}" * (saved >= 0.05)
+        text += f", saving {saved:.1f} ms a step on {one.devices}" * (saved >= 0.05)
     text += ", multiplied in 16 bits here" * (plan.environment.get("platform") == "cpu")
     left = []
     for why, count in counts.items():

@@ -172,7 +172,7 @@ class _Injector:
             try:
                 signature(replacement).bind(None, *args, **kwargs)
             except TypeError as error:
-                raise Refused(f"is called with unknown arguments: {error}") from error
+                raise Refused(f"is called in an unsupported way: {error}") from error
             with jax.named_scope(type(policy).__name__):
                 made = replacement(parameters, *args, **kwargs)
         except Refused as reason:

@@ -37,7 +37,7 @@ from cfp.profiling.coordination import Coordination, check_alike, coordinated, l
 from cfp.profiling.followers import follow
 from cfp.profiling.record import alike_parts, environment_parts
 from cfp.profiling.store import store_path
-from cfp.profiling.tasks import Progress
+from cfp.profiling.tasks import InFlight, Progress
 from cfp.program.graph import Program
 from cfp.program.jaxprs import check_settings, unchecked
 from cfp.program.memory import has_host_memory
@@ -123,7 +123,10 @@ def wrong_kernels(
     processes and plans without kernels give neither names nor notes.
     """
     program = found.analysis.frame.program
-    checks = check_sites(context, program, found.plan.constraints)
+    if not found.plan.constraints.replaced:
+        return frozenset(), ()
+    with InFlight(context.store, context.measure.limits, program.name) as in_flight:
+        checks = check_sites(context, program, found.plan.constraints, in_flight)
     wrong = frozenset(one.kernel for one in checks if one.is_wrong)
     return wrong, tuple(str(one) for one in checks if one.is_wrong or one.reason)
 

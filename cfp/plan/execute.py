@@ -219,7 +219,9 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
             "of none of these arguments. Pass one of them, whole: "
             f"{', '.join(roots)}."
         )
-    root = (exact or fits)[0]
+    # Equal shapes may differ in type, as of labels and numbers.
+    typed = [root for root in exact if _same_types(arguments, known[root], leaves)]
+    root = (typed or exact or fits)[0]
     pairs = zip(known[root], leaves, strict=True)
     found = [_placed(arguments, i, leaf) for (_, i), (_, leaf) in pairs]
     return tree_unflatten(tree, found)
@@ -233,6 +235,18 @@ def _same_shapes(
         np.shape(leaf) in (shape, _part(arguments.sharding(i, len(shape)), shape))
         for (_, leaf), (i, shape) in zip(leaves, shapes.items(), strict=True)
     )
+
+
+def _same_types(
+    arguments: Arguments, known: Sequence[tuple[str, int]], leaves: Sequence[Any]
+) -> bool:
+    def type_of(leaf: Any) -> str:
+        if isinstance(leaf, jax.Array):
+            return str(leaf.dtype)
+        return str(jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
+
+    types = [arguments.types[i].partition("[")[0] for _, i in known]
+    return types == [type_of(leaf) for _, leaf in leaves]
 
 
 def _part(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -66,6 +66,7 @@ class Measurer:
     end: float = math.inf
     known: set[str] = field(default_factory=set)
     _measured: set[str] = field(default_factory=set)
+    _tuned: set[Hashable] = field(default_factory=set)
 
     @property
     def has_end(self) -> bool:
@@ -105,7 +106,8 @@ class Measurer:
 
         store, options, name = self.store, self.options, self.program.name
         environment = BuildEnvironment.beside(store.path)
-        place = place_of_parts(self.program, self.mesh, environment)
+        where = self.program, self.mesh, environment
+        place = place_of_parts(*where, tuned=self._tuned)
         return run_jobs(place, jobs, store, options, program=name, is_late=is_late)
 
 
@@ -158,6 +160,7 @@ def build_all(
     is_late: Callable[[], bool] = lambda: False,
     tune: Callable[[AnyTask], object] | None = None,
     tuners: int = 1,
+    known: set[Hashable] | None = None,
 ) -> dict[str, Outcome]:
     """Builds jobs side by side; one at a time if one may have killed a process.
 
@@ -167,6 +170,7 @@ def build_all(
       is_late: called before each build; after True there is no outcome.
       tune: tunes a job's kernels. Called for the first job with a key in
         `Task.kernels`, `tuners` jobs at a time; builds of jobs with the key wait.
+      known: keys that are tuned already; extended.
         Not called with one thread.
 
     Returns ``{key: outcome}``.
@@ -189,9 +193,12 @@ def build_all(
     threads = in_flight.at_once([job.key.digest for job in jobs], threads)
     numbers, first = dict[Hashable, int](), list[AnyTask]()
     for job in jobs if tune and threads > 1 else ():
-        if new := job.kernels - numbers.keys():
+        if new := job.kernels - numbers.keys() - (known or set()):
             numbers |= dict.fromkeys(new, len(first))
             first.append(job)
+
+    if known is not None:
+        known.update(numbers)
 
     def needs(job: AnyTask) -> list[int]:
         return sorted({numbers[one] for one in job.kernels & numbers.keys()})
@@ -274,6 +281,7 @@ class _Run:
                     is_late=self.is_late,
                     tune=self.place.tune,
                     tuners=self.place.tuners,
+                    known=self.place.tuned,
                 )
                 for job in batch:
                     if self.is_late():

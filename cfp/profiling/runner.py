@@ -15,7 +15,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
@@ -260,6 +260,7 @@ class Place:
       tune: has the compiler tune a job's kernels on one device, ahead of its build;
         None if builds do so, or nothing is tuned.
       tuners: largest number of calls of `tune` at once.
+      tuned: keys in `Task.kernels` that are tuned already; extended by builds.
     """
 
     mesh: Mesh
@@ -267,6 +268,7 @@ class Place:
     run: Callable[[Any, Built], ProfileRecord]
     tune: Callable[[Any], object] | None = None
     tuners: int = 1
+    tuned: set[Hashable] = field(default_factory=set)
 
     @property
     def threads(self) -> int:
@@ -284,6 +286,7 @@ def place_of_parts(
     environment: BuildEnvironment,
     *,
     timing: TimingOptions | None = None,
+    tuned: set[Hashable] | None = None,
 ) -> Place:
     """Makes a `Place` whose functions build and time parts of a program on a mesh."""
 
@@ -316,7 +319,8 @@ def place_of_parts(
         return run(built, job, program, mesh, timing=timing)
 
     tune = tune_job if environment.options(platform) else None
-    return Place(mesh=mesh, build=build_job, run=run_job, tune=tune, tuners=tuners)
+    how = {"tune": tune, "tuners": tuners, "tuned": set() if tuned is None else tuned}
+    return Place(mesh=mesh, build=build_job, run=run_job, **how)
 
 
 def timing_on(mesh: Mesh, **limits: Any) -> TimingOptions:

@@ -338,6 +338,11 @@ class InFlight:
                 for digest in self._mine:
                     _write(connection, self._owner, digest, None)
 
+    @property
+    def is_closed(self) -> bool:
+        """True after the context has ended, as by an interrupt."""
+        return self._closed.is_set()
+
     def at_once(self, digests: Iterable[str], most: int) -> int:
         """Returns `most`, or 1 if a process may have died of one of these jobs."""
         with self._store.transaction() as connection:

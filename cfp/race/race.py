@@ -119,8 +119,8 @@ class Race:
         replacing = [p.job.constraints for p in programs if p.job.constraints.replaced]
         if not context.races or not replacing:
             return compile_programs(self.builder, programs)
-        with CompilePool(1) as pool:
-            check = partial(check_sites, context, program, replacing[0])
+        with self.builder.in_flight as in_flight, CompilePool(1) as pool:
+            check = partial(check_sites, context, program, replacing[0], in_flight)
             checking = pool.start("a replaced part", check)
             results = compile_programs(self.builder, programs)
             checking.exception()  # A kernel that fails here fails its program, too.
@@ -147,7 +147,7 @@ class Race:
         raced = self.time(candidates, 1 if runs_again else defaults.rounds)
         first, new = second_race(raced, defaults, self.solution.rates)
         again = [*first, *new]
-        if not runs_again or len(again) < 2 or self.context.is_over:
+        if not (runs_again and again) or self.context.is_over:
             return Ranking((), raced)
         names = {one.name for one in first}
         kept = {one.program.identity for one in raced if one.name in names}
@@ -246,8 +246,15 @@ class Race:
         context, solution = self.context, self.solution
         candidates, races = solution.candidates, context.races
         if races and context.memory is None:  # First options may need more memory.
-            first = context.defaults.first_options
-            candidates = [(with_options(one, first) or [one])[0] for one in candidates]
+            defaults, best = context.defaults, candidates[0]
+            tuned = [
+                best.without(off, name=f"{best.name}, {name}")
+                for name, off in defaults.slow_to_tune.items()
+            ]
+            candidates = [
+                (with_options(one, defaults.first_options) or [one])[0]
+                for one in (best, *tuned, *candidates[1:])
+            ]
         known, asked = self.remember(candidates)
         fitting, refused, left = list[RaceResult](), list[RaceResult](), []
         best, ranking = None, Ranking((), ())
@@ -339,9 +346,6 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
     """
     shared, found = context.defaults.shared_options, solution.candidates
     found = [replace(one, options={**shared, **one.options}) for one in found]
-    if context.races and solution.stage is not Stage.SMALLEST:
-        slow, best = context.defaults.slow_to_tune.items(), found[0]
-        found[1:1] = [best.without(off, name=f"{best.name}, {n}") for n, off in slow]
     solution = replace(solution, candidates=found)
     run = Race(context, analysis, solution)
     if context.compiles:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -21,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from cfp.context import PlanContext
 from cfp.profiling.builder import CompilePool
 from cfp.profiling.record import ProfileKey, ProfileRecord, untuned_options
+from cfp.profiling.tasks import InFlight
 from cfp.program.constrain import Constraints, partition_spec
 from cfp.program.graph import Program
 from cfp.program.trace import planning_mesh
@@ -60,7 +62,10 @@ class SiteCheck:
 
 
 def check_sites(
-    context: PlanContext, program: Program, constraints: Constraints
+    context: PlanContext,
+    program: Program,
+    constraints: Constraints,
+    in_flight: InFlight,
 ) -> list[SiteCheck]:
     """Compares each different replaced part, with its gradients, with the original.
 
@@ -89,23 +94,33 @@ def check_sites(
             known[key.digest] = replace(site, reason="it reads another loop's values")
             continue
         kept = context.store.get(key.digest)
-        if kept is not None and kept.ok:
-            known[key.digest] = site
+        if kept is not None and not context.measure.retries(kept):
+            known[key.digest] = replace(site, reason=kept.reason)
             continue
         context.measure.tell(f"comparing a replaced part: {one.name}, {source}")
         started = time.perf_counter()
-        found = known[key.digest] = _compare(context, part, constraints, site)
-        if not found.is_wrong and not found.reason:
-            seconds = time.perf_counter() - started
+        with in_flight.doing(key, site.name, "run"):
+            found = _compare(context, part, constraints, site, in_flight)
+        known[key.digest] = found
+        if not found.is_wrong:
+            seconds, failed = time.perf_counter() - started, bool(found.reason)
             record = ProfileRecord(
-                key=key.digest, parts=parts, status="ok", samples_ms=(1e3 * seconds,)
+                key=key.digest,
+                parts=parts,
+                status="out_of_memory" if failed else "ok",
+                reason=found.reason,
+                samples_ms=() if failed else (1e3 * seconds,),
             )
-            context.store.put(record)
+            context.store.put(record, replace=True)
     return [*known.values()]
 
 
 def _compare(
-    context: PlanContext, part: Written, constraints: Constraints, site: SiteCheck
+    context: PlanContext,
+    part: Written,
+    constraints: Constraints,
+    site: SiteCheck,
+    in_flight: InFlight,
 ) -> SiteCheck:
     mesh = planning_mesh(context.devices)
     specs = {
@@ -143,6 +158,8 @@ def _compare(
         )
         offs: list[float] = []
         for number, scale in enumerate(_SCALES):
+            if in_flight.is_closed:
+                raise CancelledError  # Planning was interrupted meanwhile.
             inputs = draw(jax.random.key(number), scale)
             results = as_written(*inputs)
             truth = as_meant(*widen(inputs))[split:]

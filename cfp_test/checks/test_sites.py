@@ -13,8 +13,11 @@ from cfp.analysis.presets import plainest, presets
 from cfp.context import open_context
 from cfp.kernels.matches import propose
 from cfp.platform import all_meshes
+from cfp.profiling.tasks import InFlight
+from cfp.race import sites
 from cfp.race.sites import check_sites
 from cfp_test.kernels.replaced import Step
+from cfp_test.support.at_work import of_living
 
 BATCH, TOKENS, HEADS, DIM = 4, 32, 2, 8
 POSITIONS = np.arange(TOKENS)
@@ -74,8 +77,11 @@ def checked(step, folder, change=lambda meaning: meaning):
         functions = dataclasses.replace(one.functions, meaning=meaning)
         changed.append(dataclasses.replace(one, functions=functions))
     how = dataclasses.replace(constraints(layout), replaced=tuple(changed))
-    with open_context(step.mesh, folder) as context:
-        return check_sites(context, frame.program, how), len(found)
+    with (
+        open_context(step.mesh, folder) as context,
+        InFlight(context.store) as in_flight,
+    ):
+        return check_sites(context, frame.program, how, in_flight), len(found)
 
 
 MODELS = {
@@ -97,6 +103,22 @@ def test_right_parts_pass_and_are_compared_once(name, tmp_path):
     assert [bool(one.reason) for one in checks].count(True) == (name == "scanned")
     again, _ = checked(MODELS[name], tmp_path)
     assert [one.off for one in again] == [0.0] * len(checks)
+
+
+def test_a_part_that_ended_the_process_is_not_compared_again(tmp_path, monkeypatch):
+    """The comparison is noted, so that no other operation is blamed for its end."""
+    noted = []
+
+    def compare(context, part, constraints, site, in_flight):
+        [mine] = of_living(context.store).values()
+        noted.extend((one.label, one.doing) for one in mine)
+        return dataclasses.replace(site, reason="there is not enough memory")
+
+    monkeypatch.setattr(sites, "_compare", compare)
+    for _ in range(2):  # The reason is kept.
+        checks, _ = checked(MODELS["unrolled"], tmp_path)
+        assert [one.reason for one in checks] == ["there is not enough memory"]
+    assert noted == [("attention", "run")]
 
 
 FAULTS = {

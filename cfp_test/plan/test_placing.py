@@ -6,6 +6,7 @@ import pickle
 import subprocess
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -165,3 +166,15 @@ def test_too_few_virtual_devices_say_how_to_have_more():
     assert "XLA_FLAGS" not in str(caught.value) and "plan.on(mesh, " in str(
         caught.value
     )
+
+
+def test_of_arguments_with_one_shape_the_type_decides():
+    def step(w, x, labels):
+        return w - (x * labels).sum()
+
+    x, labels = jnp.ones(8), np.arange(8, dtype=np.int32)
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    plan = cfp.plan(step, jnp.ones(()), x, labels, mesh=mesh)
+    for one in (labels, jnp.asarray(labels)):
+        assert plan.place(one).dtype == jnp.int32
+    assert plan.place(x).dtype == jnp.float32

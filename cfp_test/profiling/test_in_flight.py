@@ -174,7 +174,7 @@ def task(name):
     return Task(key=key, label=f"task {name}")
 
 class Here:
-    threads, tune, tuners = 1, None, 1
+    threads, tune, tuners, tuned = 1, None, 1, set()
 
     def build(self, task):
         return Built(key=task.key, compiled=compiled)

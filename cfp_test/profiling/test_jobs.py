@@ -33,6 +33,7 @@ class AnyPlace:
     threads: int
     tune: None = None
     tuners: int = 1
+    tuned: set[str] = field(default_factory=set)
 
     def build(self, job: Work) -> Built | ProfileRecord:
         return job.build()

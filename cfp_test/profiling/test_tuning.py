@@ -139,6 +139,15 @@ def test_a_kernel_that_another_job_has_tuned_is_not_tuned_again(case, store):
     assert tuned == ["ab", "bc"]
 
 
+def test_what_was_tuned_before_is_not_tuned_again(case, store):
+    tuned, known = list[str](), {"a"}
+    several = [case.job(name, kernels=frozenset(name)) for name in ("a", "ab")]
+    how = {"tune": lambda job: tuned.append(job.label), "known": known}
+    for _ in range(2):
+        assert len(build_all(several, store, failed, **how)) == 2
+    assert tuned == ["ab"] and known == {"a", "b"}
+
+
 def test_one_thread_tunes_nothing_ahead(case, store):
     """A build that may have killed a process has no other beside it."""
 

@@ -1,6 +1,5 @@
 """Races of deep programs: the best by prediction run whole."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from cfp.race.admission import limit_options
 from cfp.race.programs import with_options
 from cfp.race.race import Race, race
 from cfp.race.turns import second_race
-from cfp.search.guided import Candidate, Solution, Stage
+from cfp.search.guided import Candidate, Solution
 from cfp.settings import MOST_RACED, ConstraintLevel, defaults_of
 from cfp_test.race.deep import arguments, step
 from cfp_test.race.results import result_of
@@ -138,23 +137,33 @@ def test_options_for_collectives_race_only_where_these_take_long(ms):
     assert second_race(raced, own, rates)[1]
 
 
-def test_the_plan_by_prediction_races_with_kernels_that_are_slow_to_tune(monkeypatch):
-    raced = list[Sequence[Candidate]]()
+class Seen(Exception):
+    """Ends a race before anything is compiled."""
 
-    def outcome(self):
-        raced.append(self.solution.candidates)
 
-    monkeypatch.setattr(Race, "outcome", outcome)
+@pytest.mark.parametrize("memory", [None, MemoryBudget(budget_bytes=9, device_bytes=9)])
+def test_the_plan_by_prediction_races_with_kernels_slow_to_tune(monkeypatch, memory):
+    """Without a budget, and also if the race's solution races again."""
+    seen = list[Candidate]()
+
+    def remember(self, candidates):
+        seen[:] = candidates
+        raise Seen
+
+    monkeypatch.setattr(Race, "remember", remember)
     usual, names = defaults_of("gpu"), ("planned", "zero1")
-    candidates = [Candidate(name, name) for name in names]  # pyright: ignore
-    context = SimpleNamespace(defaults=usual, races=True, compiles=True)
-    for stage in (Stage.PREDICTED, Stage.SMALLEST):
-        race(context, None, Solution(candidates, stage=stage))  # pyright: ignore
-    first, smallest = raced
-    assert [one.name for one in first] == ["planned", "planned, Triton", "zero1"]
+    solution = Solution([Candidate(name, name) for name in names])  # pyright: ignore
+    context = SimpleNamespace(defaults=usual, races=True, compiles=True, memory=memory)
+    with pytest.raises(Seen):
+        race(context, None, solution)  # pyright: ignore
     off = usual.shared_options.items()
-    assert [off <= one.options.items() for one in first] == [True, False, True]
-    assert [one.name for one in smallest] == [*names]
+    with_off = [off <= one.options.items() for one in seen]
+    if memory is None:
+        plain = [one.name.removesuffix(", large collectives") for one in seen]
+        assert plain == ["planned", "planned, Triton", "zero1"]
+        assert with_off == [True, False, True]
+    else:
+        assert [one.name for one in seen] == [*names] and all(with_off)
 
 
 def test_no_two_programs_of_a_race_have_one_name():

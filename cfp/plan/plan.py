@@ -217,9 +217,9 @@ class Plan:
     ) -> Plan:
         """Returns the plan bound to a step, which is traced with these arguments.
 
-        Static and donated arguments are by default the plan's. :meth:`apply` of the
-        same function does not trace again, unless state is weakly typed. Meanwhile JAX
-        reserves the devices' memory.
+        While it traces, JAX reserves the devices' memory. Static and donated arguments
+        are by default the plan's. :meth:`apply` of the same function does not trace
+        again, unless state is weakly typed.
 
         Args:
             fn: the planned step.

@@ -79,7 +79,7 @@ class ProfileStore:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Context of a transaction, or part of an open one; uncaught errors undo it."""
+        """Context of a transaction, or part of one: errors undo the outermost."""
         with self._lock, self._explained():
             if self._connection is None:
                 raise ValueError("the store is closed")
@@ -310,7 +310,7 @@ def _read_line(line: bytes) -> ProfileRecord:
     if (found := _refused_choice(record.choice)) is not None:
         raise ValueError(found)
     if any(printable(text, _KEPT) != text for part in record.parts for text in part):
-        raise ValueError("parts of the key have characters that cannot be printed")
+        raise ValueError("a record's key has characters that cannot be printed")
     return replace(record, reason=printable(record.reason, _KEPT))
 
 

@@ -515,7 +515,7 @@ def _check_width(dtype: Any, name: str) -> None:
     if narrow and jax.__version_info__ < (0, 11):
         raise StepNotTraceable(
             f"JAX {jax.__version__} cannot pass argument {name!r} of type {dtype} to a "
-            "sharded program. Use JAX 0.11 or newer, or pass a wider type."
+            "sharded program. Use JAX 0.11 or newer, or pass 8 bits or more."
         )
 
 

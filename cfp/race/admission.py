@@ -21,9 +21,9 @@ others                     no          no             no
 
 A candidate that does not fit is compiled again with memory limits, if it may fit then,
 the loosest first. Such variants have no exemptions. Rematerialized programs are other
-candidates (:mod:`cfp.race.programs`). After the deadline, a first is compiled, but no
-second. Without a race, compiling ends with the first that fits. Without a budget, the
-reach and `MOST_RACED` decide.
+candidates (:mod:`cfp.race.programs`). After the deadline, at most one is compiled, if
+none was before. Without a race, compiling ends with the first that fits. Without a
+budget, the reach and `MOST_RACED` decide.
 
 *Memory limit* is an option of XLA, not the budget. XLA uses free device memory to hide
 latency. With a limit, it rematerializes ops to need about that much: fewer and cheaper

@@ -100,7 +100,7 @@ def _in_host(plan: Plan) -> Values:
     search, parts = plan.search, [f"{len(plan.in_host)} arguments"]
     if (size := search.get("host_bytes")) is not None:
         size_text = format_bytes(round(size))
-        parts += [f"{size_text} for each device, or nothing would fit"]
+        parts += [f"{size_text} a device, as no plan fits without it"]
     if (moved_ms := search.get("host_ms")) is not None:
         parts.append(f"moves take {moved_ms:.3f} ms of each step, estimated")
     names = few(merged_alike([plan.arg_names[i] for i, _ in plan.in_host]))

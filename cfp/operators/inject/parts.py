@@ -75,7 +75,7 @@ def _turned(parameters: Any, first: str, hidden: int) -> dict[str, Any]:
     """Transposes all kernels if `first`'s is [out, hidden]; refuses if it is square."""
     rows, columns = parameters[first]["kernel"].shape
     if rows == columns:
-        raise Refused("has a square kernel, which may be [in, out] or [out, in]")
+        raise Refused("has a square kernel of unknown order; register a policy")
     if columns != hidden:
         return parameters
     return {

@@ -149,7 +149,7 @@ class _Finder:
             self.by_operand.setdefault(base, []).append((block, index))
 
     def _view(self, value: int) -> tuple[int, Permutation]:
-        """Returns a value's number, or that of the tensor it views, and dims' order."""
+        """Returns a value id's number, or that of what it views, and dims' order."""
         number = self.numbers[value]
         rank = len(squeeze(self.program.shape(value)))
         return self.numbers.views.get(number, (number, tuple(range(rank))))
@@ -277,7 +277,7 @@ def _factors(rule: Rule, dims: Dims) -> list[int]:
 
 
 def _in_order(found: dict[int, int], mine: list[int], theirs: list[int]) -> list[int]:
-    """Orders `mine` as `theirs` by the map `found`; unmapped factors fill the gaps."""
+    """Orders `mine` as `theirs`; `found` maps mine to theirs, others fill gaps."""
     known = {found[f]: f for f in mine if f in found}
     rest = iter([f for f in mine if f not in found])
     ordered = [known[f] if f in known else next(rest, None) for f in theirs]

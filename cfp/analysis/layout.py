@@ -295,7 +295,7 @@ class Layout:
         return gathered
 
     def _carried(self, result: int) -> Spec:
-        """A loop result's sharding: as it enters, as first read, or as yielded."""
+        """A loop result's sharding: if unchanged as it enters; as read; as yielded."""
         if result in self.value_spec:
             return self.value_spec[result]
         program = self.frame.program

@@ -29,7 +29,7 @@ from cfp.kernels.registry import KERNELS
 
 
 class Refused(Exception):
-    """Error: an implementation does not support the arguments, device or module."""
+    """Error: an implementation or policy refuses arguments, device or flax part."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -623,7 +623,7 @@ def compose_plan(
 
 
 def _explicit_axes(mesh: Mesh | DescribedMesh) -> dict[str, str]:
-    """Returns {"explicit_axes": "x,y"} for `mesh_here`; {} without Explicit axes."""
+    """Entry {"explicit_axes": "x,y"} of `Plan.environment`; {} without such axes."""
     if isinstance(mesh, DescribedMesh):
         return {}
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -292,7 +292,7 @@ def _multiplied(
 
 
 def _known(factors: Sequence[_Product]) -> defaultdict[Any, list[_Product]]:
-    """Groups jvp products by (other operand's root, is backward, parameter's dims)."""
+    """Groups those of a jvp by (other operand's root, is backward, parameter dims)."""
     known = defaultdict[Any, list[_Product]](list)
     for one in factors:
         if _is_within(one.op, "jvp("):

@@ -100,7 +100,7 @@ def _in_host(plan: Plan) -> Values:
     search, parts = plan.search, [f"{len(plan.in_host)} arguments"]
     if (size := search.get("host_bytes")) is not None:
         size_text = format_bytes(round(size))
-        parts += [f"{size_text} a device, as no plan fits without it"]
+        parts += [f"{size_text} a device, else no plan fits"]
     if (moved_ms := search.get("host_ms")) is not None:
         parts.append(f"moves take {moved_ms:.3f} ms of each step, estimated")
     names = few(merged_alike([plan.arg_names[i] for i, _ in plan.in_host]))
@@ -186,7 +186,7 @@ def precision_text(plan: Plan) -> str:
         figures = (f"{one.name}_{figure}" for figure in ("share", "saves_ms"))
         share, saved = (plan.search.get(figure, 0.0) for figure in figures)
         text += f" ({names}), {share:.0%} of all FLOPs"
-        text += f", saving {saved:.1f} ms a step on {one.devices}" * (saved >= 0.05)
+        text += f", by estimate {saved:.1f} ms less on {one.devices}" * (saved >= 0.05)
     text += ", multiplied in 16 bits here" * (plan.environment.get("platform") == "cpu")
     left = []
     for why, count in counts.items():
@@ -248,7 +248,7 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
         "pinned, by pins=, --pin or the step's first plan: {}",
     ),
     (_in_host, "in host memory between steps: {}"),
-    (lambda plan: few(plan.uneven), "whole, since the mesh does not divide it: {}"),
+    (lambda plan: few(plan.uneven), "whole, since the mesh does not divide them: {}"),
     (
         lambda plan: few(plan.split),
         "whole on each device, as a reshape puts consecutive rows into a part: {}; "

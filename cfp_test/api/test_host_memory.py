@@ -97,7 +97,7 @@ def test_a_plan_fits_with_moments_in_the_memory_of_the_host(plan):
     assert kept == len(names) * MIB / 2
     text = " ".join(repr(plan).split())
     assert f"in host memory between steps: {len(names)} arguments" in text
-    assert format_bytes(round(kept)) in text and "as no plan fits without it" in text
+    assert format_bytes(round(kept)) in text and "else no plan fits" in text
 
 
 def test_its_state_comes_back_in_the_memory_of_the_host(plan):

@@ -122,7 +122,7 @@ def test_a_batch_that_the_devices_do_not_divide_is_said(ahead, folder):
         found = cfp.plan(step, *arguments(66), **how)
     assert len(seen) == 1 and seen[0].filename == __file__
     text = " ".join(repr(found).split())
-    assert "whole, since the mesh does not divide it: x (66 over x=4)" in text
+    assert "whole, since the mesh does not divide them: x (66 over x=4)" in text
     assert "do not divide the batch" not in text
     with warnings.catch_warnings():
         warnings.simplefilter("error")

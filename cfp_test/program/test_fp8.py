@@ -531,10 +531,10 @@ def test_a_plan_computes_what_one_device_does(tmp_path):
     step, args = partial(train, layer, unrolled), arguments()
     assert "in FP8: 17 of 20" in str(plan) and "params/layers/up" in str(plan)
     assert 0.8 < plan.search["fp8_share"] < 1
-    assert "ms a step on H200s" not in str(plan)  # Too little.
+    assert "ms less on H200s" not in str(plan)  # Too little.
     # Of a GPT that was measured on two H200: docs/fp8.md.
     search = {**plan.search, "fp8_saves_ms": 17.84}
-    assert "saving 17.8 ms a step on H200s" in str(replace(plan, search=search))
+    assert "by estimate 17.8 ms less on H200s" in str(replace(plan, search=search))
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json").bind(step, *args)
     want = lowered(step, args)[1](*args)
@@ -930,7 +930,7 @@ def test_what_fp8_saves_is_estimated_from_products_and_quantized_numbers(tmp_pat
     numbers = 8192 * 4096 * (1 + 1 + 1 + 3 + 1 + 1 + 1 + 8) + (5 + 8) * 4096**2
     saved = 2 * 8192 * (squares + wide) * 0.71e-12 - numbers * 1.65e-9
     assert plan.search["fp8_saves_ms"] == pytest.approx(saved / 2, rel=1e-3)
-    assert f"saving {saved / 2:.1f} ms a step on H200s" in str(plan)
+    assert f"by estimate {saved / 2:.1f} ms less on H200s" in str(plan)
 
 
 def test_products_are_left_out_by_path(tmp_path):

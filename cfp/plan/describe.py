@@ -56,7 +56,7 @@ from cfp.program.constrain import Constraints
 from cfp.program.graph import Op, Program, call_flops, op_flops
 from cfp.program.part import aval
 from cfp.program.partitioned import call_of
-from cfp.program.read import outline_of
+from cfp.program.read import outline_of, sources_of
 from cfp.program.trace import host_calls
 from cfp.race.programs import RaceOutcome, programs_of
 from cfp.search.guided import prediction_of
@@ -241,12 +241,10 @@ def constraint_sites(program: Program, constraints: Constraints) -> tuple[Site, 
     for (op, index), spec in constraints.uses.items():
         one = program.ops[op]
         placed.append((op, one.reads[index], spec))
+    ops = sorted({op for op, _, _ in placed if op >= 0})
+    sources = dict(zip(ops, sources_of(program, ops), strict=True))
     found = Counter(
-        (
-            short_source(program.ops[op].source) if op >= 0 else "",
-            type_text(aval(program, value)),
-            spec,
-        )
+        (short_source(sources.get(op, "")), type_text(aval(program, value)), spec)
         for op, value, spec in sorted(placed)
     )
     return tuple(

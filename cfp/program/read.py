@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import prod
@@ -220,7 +220,7 @@ class _Reader:
                 results=tuple(results),
                 rule=self._rule(op, operands, results),
                 scope=shardy.location_name(op.location),
-                source=_source(op.location) if op.name in _NAMED_SOURCE else "",
+                source=_source(op) if op.name in _NAMED_SOURCE else "",
                 parent=parent,
                 repeat=repeat,
                 attributes=attributes,
@@ -315,29 +315,30 @@ _NAMED_SOURCE = frozenset(
 ) | {"chlo.top_k", "sdy.manual_computation"}
 
 
-def _source(location: ir.Location) -> str:
+def _source(op: ir.Operation | None) -> str:
     """Returns ``path:line`` of the innermost call, the user's if any; "" if none."""
-    frames = _SOURCE.findall(str(location))
-    calls = [
-        (path, line)
-        for path, line in takewhile(lambda frame: frame[0] not in _CALLERS, frames)
-        if path.endswith(".py") and not path.startswith(("<", _HERE))
-    ]
-    own = [call for call in calls if not is_installed(call[0])]
-    for path, line in own or calls:
-        return f"{path}:{line}"
-    return ""
+    calls: list[str] = []
+    # JAX traces a loop's body alone: a library's loop has the calls around it.
+    while op is not None and op.name != "func.func":
+        frames = _SOURCE.findall(str(op.location))
+        for path, line in takewhile(lambda frame: frame[0] not in _CALLERS, frames):
+            if path.endswith(".py") and not path.startswith(("<", _HERE)):
+                calls.append(f"{path}:{line}")
+                if not is_installed(path):
+                    return calls[-1]
+        op = op.parent if calls else None
+    return calls[0] if calls else ""
 
 
-def source_of(program: Program, op: int) -> str:
-    """Returns ``path:line`` of the code of an op, the user's if any.
-
-    If the op has none, that of the last op before with one; "" if none has one.
-    """
+def sources_of(program: Program, ops: Iterable[int]) -> Iterator[str]:
+    """Yields ``path:line`` of the code of each op, the user's if any; "" if none."""
     module = shardy.parsed(program.text)
     found = shardy.program_ops(shardy.main_function(module))
-    sources = (_source(one.location) for one in reversed(found[: op + 1]))
-    return next(filter(None, sources), "")
+    known: dict[tuple[Any, Any], str] = {}
+    for op in (found[i] for i in ops):
+        key = op.parent, getattr(op.location, "child_loc", op.location).attr
+        known[key] = known.get(key) or _source(op)
+        yield known[key]
 
 
 def _attributes(
@@ -459,11 +460,10 @@ def first_difference(program: Program, planned: Outline) -> str:
 
     def place(i: int) -> str:
         op = program.ops[i]
-        # A constant's line is that of its first reader.
-        readers = (
-            [] if op.operands else [r for v in op.results for r, _ in program.users[v]]
-        )
-        where = source_of(program, min(readers, default=i))
+        # A constant's line is that of its first reader, or of an op before it.
+        readers = [r for v in op.results for r, _ in program.users[v]]
+        first = i if op.operands else min(readers, default=i)
+        where = next(filter(None, sources_of(program, range(first, -1, -1))), "")
         return f"operation {i + 1} of {len(now)}" + (f", at {where}" if where else "")
 
     for i, (kind, reads) in enumerate(now):

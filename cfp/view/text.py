@@ -360,7 +360,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"    {name!r}: {_code(spec, kind)},  # {kind}{more}"
     yield "}"
     yield ""
-    yield "# Leaves of the results, for out_shardings."
+    yield "# Leaves of the results in the order of jax.tree.leaves, for out_shardings."
     yield "RESULTS = ["
     yield from (f"    {_code(spec)}," for spec in plan.output_specs)
     yield "]"

@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from cfp.analysis.strategies import legal_axes
 from cfp.program import shardy
 from cfp.program.graph import Program, dtype_bytes
+from cfp.program.read import sources_of
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.programs.registry import PROGRAMS
@@ -50,6 +53,23 @@ def test_scopes_and_sources():
     path, _, line = dots[0].source.rpartition(":")
     assert path.endswith("test_read.py")
     assert int(line) > 0
+
+
+def test_a_product_in_a_librarys_loop_has_the_users_line(tmp_path):
+    path, library = tmp_path / "site-packages" / "library.py", {}
+    code = "def run(scan, x): return scan(lambda c, _: (c @ c, None), x, None, 3)[0]"
+    exec(compile(code, str(path), "exec"), library)
+
+    def step(x):
+        return library["run"](jax.lax.scan, x)
+
+    line = step.__code__.co_firstlineno + 1
+    alone = partial(library["run"], jax.lax.scan)
+    for fn, wanted in ((step, f"{__file__}:{line}"), (alone, f"{path}:1")):
+        program = read(fn, jnp.ones((8, 8)))
+        dot = only(program, "dot_general")
+        assert dot.parent >= 0 and dot.source == wanted
+        assert [*sources_of(program, [dot.id])] == [wanted]
 
 
 def scan(length, x):

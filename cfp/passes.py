@@ -248,8 +248,7 @@ def _measured(
     if memory := context.memory:
         able = {n: c for n, c in every.items() if needs[n] <= memory.budget_bytes}
         every = able or every
-    # If memory is short, leaner presets are measured though they are slow. If a
-    # strategy fails, or nothing fits once compiled, all presets are.
+    # If memory is short, slow but lean presets are measured; after a failure, all.
     near = leading_presets(analysis, estimates, every, defaults.estimate_reach)
     leaner, least = dict(near), min((needs[name] for name in near), default=0)
     times_ms = preset_times(analysis, estimates, every)

@@ -50,7 +50,6 @@ from cfp.race.programs import (
     race_row,
 )
 from cfp.race.race import Race
-from cfp.race.sites import check_sites
 from cfp.race.turns import race_programs
 from cfp.search.guided import Candidate, Estimate, Solution
 from cfp.settings import ESTIMATES_SHARE, HOST_BYTES_PER_MS, Dimension, defaults_of
@@ -125,6 +124,8 @@ def wrong_kernels(
     program = found.analysis.frame.program
     if not found.plan.constraints.replaced:
         return frozenset(), ()
+    from cfp.race.sites import check_sites  # For plans with kernels only.
+
     with InFlight(context.store, context.measure.limits, program.name) as in_flight:
         checks = check_sites(context, program, found.plan.constraints, in_flight)
     wrong = frozenset(one.kernel for one in checks if one.is_wrong)

@@ -339,7 +339,7 @@ class _Rematerializer:
         return sorted(filter(None, owners), key=lambda op: self.place[op])
 
     def _signals(self, made: set[ir.Value]) -> dict[ir.Value, None]:
-        """Returns, as keys, readers' operands made since the forward ops: gradients."""
+        """Returns, as keys, gradients: operands made just before the readers."""
         turn = max(self.place[op] for op in self.number)
         end = self.place[self.readers[0]]
         return {

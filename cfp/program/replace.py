@@ -117,7 +117,7 @@ class Recorded:
 
     def stages(self, mesh: Mesh) -> Sequence[Function]:
         """Raises AssertionError; `cfp.kernels.kinds.resolved` finds the functions."""
-        raise AssertionError("recorded functions must be resolved before lowering")
+        raise AssertionError("a plan file's kernels must be resolved before use")
 
 
 @dataclass(frozen=True, slots=True)

@@ -471,7 +471,7 @@ class EarlierRace:
 
     Attributes:
         jobs: ``{key: job}`` of the race's programs.
-        rounds: largest number of turns.
+        rounds: limit of a race's turns.
     """
 
     store: ProfileStore

@@ -62,7 +62,6 @@ from cfp.race.programs import (
     race_row,
     with_options,
 )
-from cfp.race.sites import check_sites
 from cfp.race.turns import Ranking, race_programs, second_race, time_flags
 from cfp.search.guided import RACE_SECONDS, Candidate, Solution, Stage, prediction_of
 from cfp.settings import ConstraintLevel
@@ -119,6 +118,8 @@ class Race:
         replacing = [p.job.constraints for p in programs if p.job.constraints.replaced]
         if not context.races or not replacing:
             return compile_programs(self.builder, programs)
+        from cfp.race.sites import check_sites  # For plans with kernels only.
+
         with self.builder.in_flight as in_flight, CompilePool(1) as pool:
             check = partial(check_sites, context, program, replacing[0], in_flight)
             checking = pool.start("a replaced part", check)

@@ -339,7 +339,7 @@ class FlatStep:
         may_swap = (
             isinstance(error, TypeError | KeyError | AttributeError) and roots[1:]
         )
-        order = f"Check the order of the arguments: {', '.join(roots)}."
+        order = f"If arguments are swapped, their order is: {', '.join(roots)}."
         return order if may_swap else ""
 
     def with_paths(self, text: str) -> str:

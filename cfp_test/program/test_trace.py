@@ -271,7 +271,7 @@ def test_integers_of_four_bits_are_refused_in_words_where_jax_passes_none():
         [aval] = flatten_step(lambda codes: codes, args).avals
         assert aval.dtype == jnp.int4
         return
-    with pytest.raises(StepNotTraceable, match=r"'codes/codes' of type int4.*wider"):
+    with pytest.raises(StepNotTraceable, match=r"'codes/codes' of type int4.*8 bits"):
         flatten_step(lambda codes: codes, args)
 
 

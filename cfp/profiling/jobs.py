@@ -160,7 +160,7 @@ def build_all(
     is_late: Callable[[], bool] = lambda: False,
     tune: Callable[[AnyTask], object] | None = None,
     tuners: int = 1,
-    known: set[Hashable] | None = None,
+    tuned: set[Hashable] | None = None,
 ) -> dict[str, Outcome]:
     """Builds jobs side by side; one at a time if one may have killed a process.
 
@@ -170,13 +170,13 @@ def build_all(
       is_late: called before each build; after True there is no outcome.
       tune: tunes a job's kernels. Called for the first job with a key in
         `Task.kernels`, `tuners` jobs at a time; builds of jobs with the key wait.
-      known: keys that are tuned already; extended.
         Not called with one thread.
+      tuned: keys that are tuned already; extended.
 
     Returns ``{key: outcome}``.
     """
 
-    def tuned(job: AnyTask) -> None:
+    def tune_ahead(job: AnyTask) -> None:
         if tune is not None and not is_late():
             with in_flight.doing(job.key, job.label, "build"):
                 tune(job)
@@ -193,12 +193,12 @@ def build_all(
     threads = in_flight.at_once([job.key.digest for job in jobs], threads)
     numbers, first = dict[Hashable, int](), list[AnyTask]()
     for job in jobs if tune and threads > 1 else ():
-        if new := job.kernels - numbers.keys() - (known or set()):
+        if new := job.kernels - numbers.keys() - (tuned or set()):
             numbers |= dict.fromkeys(new, len(first))
             first.append(job)
 
-    if known is not None:
-        known.update(numbers)
+    if tuned is not None:
+        tuned.update(numbers)
 
     def needs(job: AnyTask) -> list[int]:
         return sorted({numbers[one] for one in job.kernels & numbers.keys()})
@@ -206,7 +206,7 @@ def build_all(
     # No thread waits for kernels while another job could be built.
     jobs = sorted(jobs, key=lambda job: needs(job)[-1:])
     with CompilePool(threads) as pool, CompilePool(tuners) as ahead:
-        begun = [ahead.start(job.label, partial(tuned, job)) for job in first]
+        begun = [ahead.start(job.label, partial(tune_ahead, job)) for job in first]
         builds = list[Future[Outcome | None]]()
         for job in jobs:
             work = partial(built, job, [begun[number] for number in needs(job)])
@@ -281,7 +281,7 @@ class _Run:
                     is_late=self.is_late,
                     tune=self.place.tune,
                     tuners=self.place.tuners,
-                    known=self.place.tuned,
+                    tuned=self.place.tuned,
                 )
                 for job in batch:
                     if self.is_late():

@@ -111,7 +111,7 @@ class Race:
         """Compiles candidates; returns their results, in order.
 
         Before a race, devices have little else to do. So kernels of the first candidate
-        with kernels are compared meanwhile; only passes are kept (`check_sites`).
+        with kernels are compared meanwhile; `check_sites` keeps passes.
         """
         context, program = self.context, self.analysis.frame.program
         programs = programs_of(self.analysis, candidates, context.environment)

@@ -102,14 +102,10 @@ def check_sites(
         with in_flight.doing(key, site.name, "run"):
             found = _compare(context, part, constraints, site, in_flight)
         known[key.digest] = found
-        if not found.is_wrong:
-            seconds, failed = time.perf_counter() - started, bool(found.reason)
+        if not found.is_wrong and not found.reason:
+            seconds = time.perf_counter() - started
             record = ProfileRecord(
-                key=key.digest,
-                parts=parts,
-                status="out_of_memory" if failed else "ok",
-                reason=found.reason,
-                samples_ms=() if failed else (1e3 * seconds,),
+                key=key.digest, parts=parts, status="ok", samples_ms=(1e3 * seconds,)
             )
             context.store.put(record, replace=True)
     return [*known.values()]

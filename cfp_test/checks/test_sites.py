@@ -13,7 +13,9 @@ from cfp.analysis.presets import plainest, presets
 from cfp.context import open_context
 from cfp.kernels.matches import propose
 from cfp.platform import all_meshes
-from cfp.profiling.tasks import InFlight
+from cfp.profiling.record import ProfileRecord
+from cfp.profiling.store import ProfileStore, store_path
+from cfp.profiling.tasks import InFlight, Operation
 from cfp.race import sites
 from cfp.race.sites import check_sites
 from cfp_test.kernels.replaced import Step
@@ -107,18 +109,24 @@ def test_right_parts_pass_and_are_compared_once(name, tmp_path):
 
 def test_a_part_that_ended_the_process_is_not_compared_again(tmp_path, monkeypatch):
     """The comparison is noted, so that no other operation is blamed for its end."""
-    noted = []
+    noted = list[Operation]()
 
     def compare(context, part, constraints, site, in_flight):
         [mine] = of_living(context.store).values()
-        noted.extend((one.label, one.doing) for one in mine)
+        noted.extend(mine)
         return dataclasses.replace(site, reason="there is not enough memory")
 
     monkeypatch.setattr(sites, "_compare", compare)
-    for _ in range(2):  # The reason is kept.
+    for _ in range(2):  # Memory may be free later.
         checks, _ = checked(MODELS["unrolled"], tmp_path)
         assert [one.reason for one in checks] == ["there is not enough memory"]
-    assert noted == [("attention", "run")]
+    mine, _ = noted
+    assert (mine.label, mine.doing) == ("attention", "run")
+    crash = {"status": "crashed", "reason": "the process died"}
+    with ProfileStore(store_path(tmp_path)) as store:
+        store.put(ProfileRecord(key=mine.key, parts=mine.parts, **crash))
+    checks, _ = checked(MODELS["unrolled"], tmp_path)
+    assert [one.reason for one in checks] == ["the process died"] and len(noted) == 2
 
 
 FAULTS = {

@@ -140,12 +140,12 @@ def test_a_kernel_that_another_job_has_tuned_is_not_tuned_again(case, store):
 
 
 def test_what_was_tuned_before_is_not_tuned_again(case, store):
-    tuned, known = list[str](), {"a"}
+    labels, tuned = list[str](), {"a"}
     several = [case.job(name, kernels=frozenset(name)) for name in ("a", "ab")]
-    how = {"tune": lambda job: tuned.append(job.label), "known": known}
+    how = {"tune": lambda job: labels.append(job.label), "tuned": tuned}
     for _ in range(2):
         assert len(build_all(several, store, failed, **how)) == 2
-    assert tuned == ["ab"] and known == {"a", "b"}
+    assert labels == ["ab"] and tuned == {"a", "b"}
 
 
 def test_one_thread_tunes_nothing_ahead(case, store):

@@ -16,7 +16,7 @@ winner rematerializes though predictions saw no need. `find_fastest` in
 calls `run_passes` usually for the best two, and races their plans.
 
 Added elsewhere: a kind of kernels, as a module in `KINDS` of :mod:`cfp.kernels.kinds`
-(`attention=` names kernels of all kinds); a device, as a TOML file in
+a device, as a TOML file in
 ``cfp/cost/kinds``; a preset, as a line in `PRESETS` of :mod:`cfp.analysis.presets`; a
 sharding rule of an op without Shardy's, in `_rule` of :mod:`cfp.program.read`, and
 corrections of Shardy's in :mod:`cfp.program.rules`. CONTRIBUTING.md has the details.
@@ -90,7 +90,7 @@ def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
             allowed = context.defaults.replacing_for_memory.kernels  # And the usual.
             kernels = [kernel for kernel in allowed if kernel not in wrong]
             left = max(0.0, context.end - time.monotonic())
-            settings = replace(options.settings, attention=tuple(kernels), seconds=left)
+            settings = replace(options.settings, kernels=tuple(kernels), seconds=left)
             again = replace(analyzed, profiles=None)  # Made with the wrong kernels.
             found = run_passes(again, replace(options, settings=settings))
     notes = tuple(dict.fromkeys((*notes, *found.plan.site_checks)))

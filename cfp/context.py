@@ -54,9 +54,9 @@ class PlannerSettings:
         compiler_options: sets of compiler options by the name that the race is to give
             them; the fastest program races with each. By default a short list for the
             platform.
-        attention: kernels of attention to try, such as cudnn and chunked, the preferred
-            first; by default cudnn on GPUs, and chunked if memory decides. (), on the
-            command line none, keeps attention as the step has it written.
+        kernels: kernels to try in place of written ops, such as cudnn and chunked, the
+            preferred first; by default cudnn on GPUs, and chunked if memory decides.
+            (), on the command line none, keeps ops as written.
         choose: kinds of choices to make among mesh, sharding, storage, remat, kernels,
             compiler-options, microbatches and host-memory; by default all. Without
             them: one mesh axis, data parallel, parameters as used, the step as written,
@@ -83,7 +83,7 @@ class PlannerSettings:
     others: int = 1
     seconds: float = float("inf")
     compiler_options: Mapping[str, Mapping[str, str]] | None = None
-    attention: tuple[str, ...] | None = None
+    kernels: tuple[str, ...] | None = None
     choose: tuple[str, ...] | None = None
     race: bool = True
     precision: str = ""
@@ -126,9 +126,9 @@ class PlannerSettings:
                     f"{name}={getattr(self, name)!r} needs a kind of choice "
                     f"that choose leaves out. Add {dimension}, or leave out {name}."
                 )
-        if unknown := [name for name in self.attention or () if name not in KERNELS]:
+        if unknown := [name for name in self.kernels or () if name not in KERNELS]:
             raise CfpError(
-                f"Expected attention kernels among {', '.join(KERNELS)}, got "
+                f"Expected kernels among {', '.join(KERNELS)}, got "
                 f"{', '.join(unknown)}."
             )
 
@@ -144,7 +144,7 @@ class PlannerSettings:
 
 # The setting that lists the options of a kind of choice.
 _OF_DIMENSIONS = {
-    Dimension.KERNELS: "attention",
+    Dimension.KERNELS: "kernels",
     Dimension.COMPILER_OPTIONS: "compiler_options",
 }
 
@@ -358,7 +358,7 @@ def _defaults(
     """
     reach, unasked = settings.reach, settings.measure is None
     options = settings.compiler_options
-    asked = settings.attention if Dimension.KERNELS in settings.dimensions else ()
+    asked = settings.kernels if Dimension.KERNELS in settings.dimensions else ()
 
     def replacing(for_memory: bool) -> Replacing:
         platform = usual.replacing.platform

@@ -236,7 +236,7 @@ OPTIONS: Mapping[str, Option] = {
         **_POSITIONS,
     ),
     "choose": _of_settings("choose", str, metavar="NAMES"),
-    "attention": _of_settings("attention", str, KERNELS, metavar="KERNELS"),
+    "kernels": _of_settings("kernels", str, KERNELS, metavar="KERNELS"),
     "precision": _of_settings("precision", str, KERNELS, metavar="|".join(PRECISIONS)),
     "per_kind": _of_settings("per_kind", int, metavar="N", min=1),
     "others": _of_settings("others", int, metavar="COUNT", min=0),
@@ -355,7 +355,7 @@ def supervise(ctx: typer.Context, workdir: Path | None) -> None:
 # Functions that convert an option's text to its setting's type.
 _READ: Mapping[str, Callable[[str], Any]] = {
     "choose": lambda text: tuple(sorted(dimensions_of(text.split(",")))),
-    "attention": lambda text: tuple(n for n in text.split(",") if n != "none"),
+    "kernels": lambda text: tuple(n for n in text.split(",") if n != "none"),
 }
 
 

@@ -185,7 +185,7 @@ def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
 @o.command(
     *("target", "devices", "mesh", "described", "platform", "memory_budget"),
     *("time_budget", "preset", "choose", "pin", "donate", "output"),
-    *("mesh_shapes", "microbatches", "static", "attention"),
+    *("mesh_shapes", "microbatches", "static", "kernels"),
     *("precision", "per_kind", "others", "quick", "measure", "no_race"),
     *("ray", "retry_failures"),
     *("run_timeout", "build_timeout", "workdir", "as_json", "quiet"),
@@ -362,7 +362,7 @@ _CURVES = "Curves of links"
 @o.command(
     *("target", "devices", "mesh", "platform", "memory_budget", "time_budget", "pin"),
     *("donate", "export", "imported", "curves", "link", "describe"),
-    *("static", "attention", "precision", "per_kind", "others", "quick"),
+    *("static", "kernels", "precision", "per_kind", "others", "quick"),
     *("retry_failures", "run_timeout", "build_timeout", "workdir", "as_json", "quiet"),
     target=o.argument("TARGET", o.TARGET_TEXT, default=None),
     export=o.Option(
@@ -440,7 +440,7 @@ def profile(ctx: typer.Context, given: Any) -> Answer | None:
 
 @o.command(
     *("target", "devices", "mesh", "platform", "memory_budget", "workdir", "output"),
-    *("as_json", "pin", "per_kind", "others", "attention", "precision"),
+    *("as_json", "pin", "per_kind", "others", "kernels", "precision"),
     *("time_budget", "quick"),
     *("no_race", "retry_failures", "run_timeout", "build_timeout"),
     *("donate", "static", "quiet"),

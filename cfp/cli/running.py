@@ -147,7 +147,7 @@ _DRAWN = (
 @o.command(
     *("target", "plan", "preset", "choose", "steps", "check", "tolerance", "seed"),
     *("devices", "mesh", "platform", "memory_budget", "workdir", "as_json", "donate"),
-    *("static", "attention", "precision", "per_kind", "quick", "no_race", "measure"),
+    *("static", "kernels", "precision", "per_kind", "quick", "no_race", "measure"),
     *("other_devices", "quiet"),
     plan=o.OPTIONS["saved"],
     platform=o.PLANS_PLATFORM,

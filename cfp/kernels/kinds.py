@@ -136,8 +136,8 @@ def resolved(program: Program, mesh: Mesh, constraints: Constraints) -> Constrai
             raise PlanMismatch(
                 f"The plan computes the {name} of op {op} by {how[0]}, which the "
                 f"step's program, or these devices, do not allow: {reason}. Plan "
-                "again without: cfp plan --attention none, or "
-                "PlannerSettings(attention=())."
+                "again without: cfp plan --kernels none, or "
+                "PlannerSettings(kernels=())."
             )
         found += one.replacements(program)
     return replace(constraints, replaced=tuple(found))

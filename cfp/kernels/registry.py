@@ -1,7 +1,7 @@
 """Kernels that compute attention on one device: one record and one module each.
 
 To add a kernel, write its module and its record in `_ALL`. `cfp.attention`, the
-option `--attention`, and estimates use these records. By default plans use the kernels
+option `--kernels`, and estimates use these records. By default plans use the kernels
 of `cfp.kernels.matches.usual`. Memory estimates of `ScoreMemory.CHUNKS` are
 for `cfp.kernels.chunked`. A module has
 

@@ -269,8 +269,8 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     ),
     (
         _replaced,
-        "replaced, in the same dtypes: {}; as written by --attention none, or "
-        "PlannerSettings(attention=())",
+        "replaced, in the same dtypes: {}; as written by --kernels none, or "
+        "PlannerSettings(kernels=())",
     ),
     (_chosen_among, "chosen among {} alone, by choose= (--choose)"),
     (_gains(is_measured=True), "worth as measured: {}"),

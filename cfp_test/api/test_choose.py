@@ -122,14 +122,14 @@ def test_numbers_of_numpy_are_taken():
 
 def test_what_asks_for_a_dimension_that_is_left_out_is_refused():
     for asked in (
-        {"attention": ("cudnn",)},
+        {"kernels": ("cudnn",)},
         {"compiler_options": {"a": {"xla_a": "1"}}},
     ):
         with pytest.raises(CfpError, match="that choose leaves out") as error:
             PlannerSettings(choose=("sharding",), **asked)
         [name] = re.findall(r"Add (\S+), or", str(error.value))
         PlannerSettings(choose=("sharding", name), **asked)
-    PlannerSettings(choose=("sharding",), attention=())
+    PlannerSettings(choose=("sharding",), kernels=())
 
 
 def test_names_are_read_with_hyphens_too():

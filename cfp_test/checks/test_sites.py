@@ -155,7 +155,7 @@ def test_options_are_made_anew_without_a_wrong_kernel(monkeypatch, tmp_path):
     asked = []
 
     def profile(context, analysis):
-        asked.append(context.settings.attention)
+        asked.append(context.settings.kernels)
         return made(context, analysis)
 
     made = api.profile

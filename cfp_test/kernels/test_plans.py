@@ -76,7 +76,7 @@ def planned(mesh, tmp_path_factory):
             mesh=mesh,
             memory_budget=budget,
             cache_dir=folder,
-            settings=DetailedSettings(attention=kernels, **SETTINGS),
+            settings=DetailedSettings(kernels=kernels, **SETTINGS),
         )
 
     with pytest.raises(cfp.MemoryBudgetError) as caught:
@@ -178,7 +178,7 @@ def test_attentions_that_are_left_alone_are_listed_with_the_reason(mesh, tmp_pat
         return jax.grad(loss)(params)
 
     params, x = arguments()
-    settings = DetailedSettings(attention=("chunked",), race=False, **SETTINGS)
+    settings = DetailedSettings(kernels=("chunked",), race=False, **SETTINGS)
     how = {"mesh": mesh, "cache_dir": tmp_path, "settings": settings}
     plan = cfp.plan(double, params, x[:, :16], **how)
     shown = " ".join(explain_text(plan).split())
@@ -207,7 +207,7 @@ def test_on_virtual_devices_kernels_are_for_memory(mesh, tmp_path):
         assert context.defaults.replacing == Replacing()
         assert context.defaults.replacing_for_memory.kernels == ("chunked",)
     for asked in (("xla",), ()):
-        settings = cfp.PlannerSettings(attention=asked)
+        settings = cfp.PlannerSettings(kernels=asked)
         with open_context(mesh, tmp_path, None, settings) as context:
             assert context.defaults.replacing == Replacing(kernels=asked)
             assert context.defaults.replacing_for_memory == context.defaults.replacing
@@ -235,10 +235,10 @@ def test_on_gpus_what_computes_the_same_in_the_same_dtype_is_the_default(
     plan = on_described(half, tmp_path)
     assert {one.functions.how[0] for one in plan.constraints.replaced} == {"cudnn"}
     line = "Replaced, in the same dtypes: 1 attention by cudnn; as written by"
-    assert f"{line} --attention none" in plan_text(plan, width=200)
-    assert "PlannerSettings(attention=())" in " ".join(repr(plan).split())
-    assert plan.predicted_ms < on_described(half, tmp_path, attention=()).predicted_ms
-    with pytest.raises(cfp.PlanMismatch, match="Plan again without: cfp plan --attent"):
+    assert f"{line} --kernels none" in plan_text(plan, width=200)
+    assert "PlannerSettings(kernels=())" in " ".join(repr(plan).split())
+    assert plan.predicted_ms < on_described(half, tmp_path, kernels=()).predicted_ms
+    with pytest.raises(cfp.PlanMismatch, match="without: cfp plan --kernels"):
         plan.on(mesh, other_devices=True).compile(half, *arguments())
 
 
@@ -247,8 +247,8 @@ def test_a_preset_has_kernels_where_these_may_be_used(tmp_path):
     assert plan.winner == "fully_sharded"
     assert {one.functions.how[0] for one in plan.constraints.replaced} == {"cudnn"}
     line = "Replaced, in the same dtypes: 1 attention by cudnn; as written by"
-    assert f"{line} --attention none" in plan_text(plan, width=200)
-    for kept in ({"attention": ()}, {"choose": ("sharding", "storage")}):
+    assert f"{line} --kernels none" in plan_text(plan, width=200)
+    for kept in ({"kernels": ()}, {"choose": ("sharding", "storage")}):
         plan = on_described(half, tmp_path, "fully_sharded", **kept)
         assert not plan.constraints.replaced
     plan = on_described(step, tmp_path, "fully_sharded")
@@ -262,7 +262,7 @@ def raced(mesh, folder, batches, **settings):
     Args:
         batches: sequences of four; what was lowered for as many is remembered.
     """
-    settings = DetailedSettings(attention=("chunked",), measure=True, **settings)
+    settings = DetailedSettings(kernels=("chunked",), measure=True, **settings)
     how = {"preset": "data_parallel", "cache_dir": folder, "settings": settings}
     params, x = arguments()
     return cfp.plan(half, params, jnp.tile(x, (batches, 1, 1)), mesh=mesh, **how)
@@ -293,7 +293,7 @@ def test_a_preset_fits_by_a_kernel_that_is_slower_by_estimate(mesh, tmp_path):
     """It is the slower one: the preset as written comes first, if it fits."""
 
     def plan(budget=None, **settings):
-        settings = DetailedSettings(attention=("chunked",), **settings)
+        settings = DetailedSettings(kernels=("chunked",), **settings)
         how = {"preset": "data_parallel", "cache_dir": tmp_path, "settings": settings}
         how |= {"mesh": mesh, "memory_budget": budget}
         return cfp.plan(step, *arguments(), **how)
@@ -357,7 +357,7 @@ def test_products_keep_the_precision_that_was_asked_for(mesh, precision):
 
 def ahead(folder, *kernels):
     """A plan for described GPUs, where cuDNN computes but what it cannot."""
-    settings = cfp.PlannerSettings(attention=kernels)
+    settings = cfp.PlannerSettings(kernels=kernels)
     how = {"cache_dir": folder, "settings": settings}
     return cfp.plan(step, *arguments(), mesh=cfp.described("4xh200"), **how)
 
@@ -406,7 +406,7 @@ def test_memory_is_estimated_as_a_kernel_needs_it(tmp_path):
                 *arguments(),
                 mesh=cfp.described("4xh200"),
                 cache_dir=tmp_path,
-                settings=cfp.PlannerSettings(attention=kernels),
+                settings=cfp.PlannerSettings(kernels=kernels),
             )
 
     plain, xla = planned(), planned("xla")

@@ -16,7 +16,7 @@ from cfp.search.guided import Candidate
 from cfp.view.evidence import worth
 from cfp_test.models.tiny import TINY
 
-SETTINGS = PlannerSettings(per_kind=2, attention=("chunked",))
+SETTINGS = PlannerSettings(per_kind=2, kernels=("chunked",))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@
 # model learns to write, character by character, from a story of 4,000 characters.
 # The model is not written for cfp, and does not change on the way.
 #
-# You need cfp ([installation](install.md)), and to know JAX a little. On a machine
+# You need cfp with its extra `models` ([installation](install.md)). On a machine
 # without GPUs everything below runs on four virtual devices, in about a minute. Such
 # devices share one CPU, so that nothing becomes faster; what you see and type is the
 # same. With GPUs, use four. This page is also [a notebook](tutorial/tutorial.ipynb) and
@@ -166,7 +166,7 @@ print(plan)
 # - *segments* are the parts of the model: the two blocks are alike, and share one
 #   line. Each product is named by its weight, with the dim that axis `x` splits: the
 #   `rows` (the batch, so data parallelism), the `columns`, or the dim that is
-#   `contracted` (both together: tensor parallelism). The last words say how parameters
+#   `contracted` (after `columns`: tensor parallelism). The last words say how parameters
 #   and optimizer state are stored: as the step uses them, or sharded further and
 #   gathered before use.
 # - *arguments* counts how many arrays of state and batch are sharded.

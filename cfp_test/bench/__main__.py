@@ -11,6 +11,11 @@ import sys
 
 # The module of each, the words that come first, and a line about it.
 BENCHMARKS: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "readme": (
+        "cfp_test.bench.readme",
+        (),
+        "the README's table; two GPUs",
+    ),
     "side_by_side": (
         "cfp_test.bench.side_by_side",
         (),

@@ -56,6 +56,7 @@ def _plan(
         "planned_s": round(seconds, 1),
         "predicted_ms": plan.predicted_ms,
         "raced_ms": plan.measured_ms,
+        "race": [(row.name, row.time_ms) for row in plan.race],
         "planned_bytes": plan.peak_bytes,
         "model_flops": plan.search.get("model_flops"),
     }

@@ -55,12 +55,13 @@ from cfp.errors import MemoryBudgetError
 from cfp.models import initialise
 from cfp.models.layers import attending_by
 from cfp.models.model import Scalar
-from cfp.passes import profile, search
+from cfp.passes import profile, search, search_further
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.record import environment_parts
 from cfp.profiling.store import store_path
 from cfp.program.constrain import partition_spec
 from cfp.program.trace import planning_mesh
+from cfp.race.admission import no_winner
 from cfp.race.programs import TOO_LARGE, RaceOutcome
 from cfp.race.race import race
 from cfp.search.guided import Candidate, Solution
@@ -217,13 +218,15 @@ class Found:
     seconds: float
 
     def presets(self, count: int) -> list[tuple[Candidate, float]]:
-        """The presets that were fastest, without compiler options."""
-        raced = [
-            (one, ms)
-            for one, ms in self.outcome.raced
-            if one.is_preset and not one.options
-        ]
-        return sorted(raced, key=lambda pair: pair[1])[:count]
+        """The presets that were fastest, compiled without their compiler options."""
+        raced: dict[Any, tuple[Candidate, float]] = {}
+        for one, ms in sorted(self.outcome.raced, key=lambda pair: pair[1]):
+            name, whole = one.name.split(", ")[0], ConstraintLevel.EVERYTHING
+            name += f", {one.level} constrained" * (one.level is not whole)
+            plain = one.without(one.options, name)
+            if one.is_preset:
+                raced.setdefault(plain.key, (plain, ms))
+        return [*raced.values()][:count]
 
     def presets_not_compiled(self) -> list[Candidate]:
         """Presets that may fit and were not compiled, the fastest predicted first."""
@@ -277,15 +280,21 @@ def planned(session: Session, work: Path, budget: int | None = None) -> Found:
         CfpError: there is no plan.
     """
     started = time.perf_counter()
+    analysis = session.analysis
     with open_context(session.mesh, work, budget, PlannerSettings()) as context:
-        profiles = profile(context, session.analysis)
-        solution = search(context, session.analysis, profiles)
-        outcome = race(context, session.analysis, solution)
+        profiles = profile(context, analysis)
+        solution = search(context, analysis, profiles)
+        outcome = race(context, analysis, solution)
+        while (again := search_further(context, analysis, outcome)) is not None:
+            outcome = race(context, analysis, again).after(outcome)
+    if outcome.winner is None:
+        problem = outcome.solution.problem
+        raise no_winner(analysis, outcome.results, budget, 0, problem)
     seconds = session.seconds + time.perf_counter() - started
     return Found(
         session=session,
         profiles=profiles,
-        solution=solution,
+        solution=outcome.solution,
         outcome=outcome,
         seconds=seconds,
     )
@@ -342,7 +351,7 @@ class Maker:
     """Makes ways of one model."""
 
     def __init__(self, piece: Piece, session: Session, work: Path, tiny: bool) -> None:
-        self._piece, self._session = piece, session
+        self._piece, self.session = piece, session
         self._sizes = piece.options(tiny)
         where = session.mesh.devices.flat[0].platform
         environment = BuildEnvironment.beside(store_path(work))
@@ -358,7 +367,7 @@ class Maker:
 
     def by_cfp(self, candidate: Candidate) -> Made:
         """A choice, compiled as plans are."""
-        return self._made(make_choice(self._session, candidate, self.options))
+        return self._made(make_choice(self.session, candidate, self.options))
 
     def by_hand(self, name: str, kernel: bool) -> Made:
         """A step of `sharded`, compiled."""
@@ -375,7 +384,7 @@ class Maker:
     def sharded(self, name: str, kernel: bool) -> ShardedStep:
         """A rule table, or each parameter on its "largest" dim."""
         attention = attending_by(cudnn_attention) if kernel else nullcontext()
-        model, mesh = self._piece.zoo_model, self._session.mesh
+        model, mesh = self._piece.zoo_model, self.session.mesh
         with attention:
             if name == "largest":
                 return shard_largest(model, self._sizes, mesh)
@@ -384,7 +393,7 @@ class Maker:
 
     def _made(self, step: Ready) -> Made:
         """Adds what makes a step's first state: the same numbers for all."""
-        mesh, keys = self._session.mesh, (jax.random.key(0), jax.random.key(1))
+        mesh, keys = self.session.mesh, (jax.random.key(0), jax.random.key(1))
         shardings = [
             NamedSharding(mesh, partition_spec(kind.spec, len(kind.shape)))
             for kind in step.kinds
@@ -413,7 +422,7 @@ def plan_and_presets(
 
 
 def ways_of(
-    piece: Piece, found: Found, maker: Maker, record: Record
+    piece: Piece, found: Found, maker: Maker, record: Record, cost_model: bool
 ) -> Iterator[tuple[str, Way]]:
     """The ways to compare for a piece that was planned."""
     yield from plan_and_presets(found, maker, 2)
@@ -427,6 +436,8 @@ def ways_of(
             f"by hand, {name}",
             Way(group="hand", make=make, about={"kernel": kernel}),
         )
+    if not cost_model:
+        return
     try:
         for name, one in modelled(found, piece.slow):
             yield name, cfp_way(maker, "cost_model", one)
@@ -582,33 +593,36 @@ def run_piece(piece: Piece, given: argparse.Namespace) -> None:
         session.lowering.out_tree, range(session.lowering.out_tree.num_leaves)
     )
     loss_at = numbers[1]["loss"]
-    work = given.work / piece.model
+    work = given.work / piece.file.removesuffix(".json")
     work.mkdir(parents=True, exist_ok=True)
     maker = Maker(piece, session, work, given.tiny)
     turns = partial(time_in_turn, loss_at=loss_at, record=record, rounds=given.rounds)
     if piece.under_budgets:
-        done = _under_budgets(session, work, maker, record, turns, given)
+        done = _under_budgets(piece, work, maker, record, turns, given)
         record.write(done=done)
         return
     found = planned(session, work)
     say(f"{piece.name}: planned in {found.seconds:.1f} s, {found.outcome.winner.name}")
     record.write(planning=found.about())
-    made = compiled(ways_of(piece, found, maker, record), record)
+    made = compiled(ways_of(piece, found, maker, record, given.cost_model), record)
     say(f"{piece.name}: compiled; timing")
     record.write(done=turns(made, end=given.until))
 
 
-def _data_parallel_bytes(free: Found, maker: Maker) -> int:
-    """Memory that data parallelism needs on a device, as compiled."""
+def _data_parallel_bytes(piece: Piece, maker: Maker, out: Path) -> int:
+    """Memory that data parallelism needs on a device, as compiled.
+
+    The race of the same model without a budget has it, if that ran in this folder.
+    """
+    free = Record(out / f"{piece.model}{'_off' if piece.slow else ''}.json").data
     needs = [
-        row.peak_bytes
-        for row in free.outcome.rows
-        if row.name.startswith(DATA_PARALLEL) and row.peak_bytes
+        row["peak_bytes"]
+        for row in free.get("planning", {}).get("race", ())
+        if row["name"].startswith(DATA_PARALLEL) and row["peak_bytes"]
     ]
     if needs:
         return min(needs)
-    # Not raced, or not even measured, where others are estimated to be faster.
-    choice = presets(free.session.analysis.frame)[DATA_PARALLEL]
+    choice = presets(maker.session.analysis.frame)[DATA_PARALLEL]
     return maker.by_cfp(Candidate(DATA_PARALLEL, choice)).step.built.peak_bytes
 
 
@@ -637,7 +651,7 @@ def _presets_that_fit(
 
 
 def _under_budgets(
-    session: Session,
+    piece: Piece,
     work: Path,
     maker: Maker,
     record: Record,
@@ -646,9 +660,8 @@ def _under_budgets(
 ) -> bool:
     """The plan and the best preset under each budget; True if all were reached."""
     if "data_parallel_bytes" not in record.data:
-        free = planned(session, work)
-        whole_bytes = _data_parallel_bytes(free, maker)
-        record.write(planning=free.about(), data_parallel_bytes=whole_bytes)
+        known = _data_parallel_bytes(piece, maker, given.out)
+        record.write(data_parallel_bytes=known)
     whole_bytes = record.data["data_parallel_bytes"]
     record.data.setdefault("budgets", {})
     for share in given.shares:
@@ -660,7 +673,7 @@ def _under_budgets(
             return False
         say(f"budget {title}, {budget / 2**30:.2f} GiB")
         try:
-            found = planned(session, work, budget)
+            found = planned(maker.session, work / title, budget)
         except MemoryBudgetError as error:
             row = {"bytes": budget, "least_bytes": error.smallest_feasible_bytes}
             record.data["budgets"][title] = row
@@ -708,6 +721,7 @@ def run_all(given: argparse.Namespace) -> None:
         words += ["--rounds", str(given.rounds), "--role", piece.name]
         words += ["--until", f"{end - 8:.1f}", "--shares", *map(str, given.shares)]
         words += ["--tiny"] if given.tiny else []
+        words += [] if given.cost_model else ["--no-cost-model"]
         torch_file = given.out / f"torch_{piece.file}l"
         in_torch = torch_command(piece, torch_file, given.rounds, given.tiny)
         todo = [] if Record(given.out / piece.file).data["done"] else [words]
@@ -717,11 +731,11 @@ def run_all(given: argparse.Namespace) -> None:
             left = end - time.monotonic()
             if left > LEAST_SECONDS:
                 say(f"=== {piece.name}, for at most {left:.0f} s")
-                _run(command, environment, left, given.out / f"{piece.file}.log")
+                run_command(command, environment, left, given.out / f"{piece.file}.log")
     say("over")
 
 
-def _run(
+def run_command(
     words: Sequence[str], environment: Mapping[str, str], seconds: float, log: Path
 ) -> None:
     """Runs a command for so long at most; what it prints goes to a file."""
@@ -777,7 +791,7 @@ def rows_of(piece: Mapping[str, Any]) -> Iterator[list[Any]]:
     torch = {
         one["name"]: {**one, "group": "pytorch"} for one in piece.get("pytorch", ())
     }
-    for share in [*piece.get("budgets", ())] or [None]:
+    for share in [*piece.get("budgets", ())] or [None] * ("planning" in piece):
         prefix = f"{share}: " if share else ""
         about = piece["budgets"][share] if share else piece["planning"]
         best: dict[str, tuple[float, str, Mapping[str, Any]]] = {}
@@ -816,6 +830,7 @@ def main() -> None:
     temporary = Path(tempfile.gettempdir()) / "cfp_side_by_side"
     parser.add_argument("--work", type=Path, default=temporary)
     parser.add_argument("--no-torch", dest="torch", action="store_false")
+    parser.add_argument("--no-cost-model", dest="cost_model", action="store_false")
     parser.add_argument("--tiny", action="store_true", help="virtual CPU devices")
     parser.add_argument("--rows", action="store_true", help="print those of --out")
     parser.add_argument("--role", help=argparse.SUPPRESS)

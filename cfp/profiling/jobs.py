@@ -80,9 +80,8 @@ class Measurer:
 
     def look_up(self, jobs: Iterable[Job]) -> dict[str, ProfileRecord]:
         """Returns the store's records by key; if `measure`, no failures to retry."""
-        known = self.store.get_many({job.key.digest for job in jobs})
-        retries = self.options.retries if self.measure else lambda _: False
-        found = {d: one for d, one in known.items() if not retries(one)}
+        options = self.options if self.measure else MeasureOptions()
+        found = options.known(self.store, {job.key.digest for job in jobs})
         self.known |= found.keys() - self._measured
         return found
 
@@ -291,8 +290,7 @@ class _Run:
 
     def _unknown(self, jobs: Sequence[Task]) -> list[Task]:
         """Takes stored records, but no failures to retry; returns the other jobs."""
-        known = self.store.get_many([job.key.digest for job in jobs])
-        found = {d: one for d, one in known.items() if not self.options.retries(one)}
+        found = self.options.known(self.store, [job.key.digest for job in jobs])
         self.records |= found
         self.cached += len(found)
         self.best_ms = min([self.best_ms, *(one.time_ms for one in found.values())])

@@ -126,6 +126,13 @@ class MeasureOptions:
         is_before = datetime.fromisoformat(record.created) < moment
         return not record.ok and bool(again) and is_before
 
+    def known(
+        self, store: ProfileStore, keys: Iterable[str]
+    ) -> dict[str, ProfileRecord]:
+        """Returns the store's records by key, without failures to try again."""
+        found = store.get_many(keys)
+        return {key: one for key, one in found.items() if not self.retries(one)}
+
     def tell(self, event: Progress | str) -> None:
         """Calls `progress`, if it is given, with an event."""
         if self.progress is not None:

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
@@ -40,7 +38,7 @@ from cfp.profiling.record import (
     refused_option,
 )
 from cfp.profiling.store import ProfileStore
-from cfp.profiling.tasks import InFlight, MeasureOptions, settle
+from cfp.profiling.tasks import InFlight, settle
 from cfp.program.graph import Program
 from cfp.race.programs import (
     RaceProgram,
@@ -56,55 +54,44 @@ from cfp.settings import (
     STAY_AFTER_LOOK,
     WORTH_HAVING,
     ConstraintLevel,
-    defaults_of,
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Builder:
-    """Compiles candidate programs for the devices of the race.
+    """Compiles candidate programs for the devices of a context.
+
+    After the context's deadline, each `build_each` compiles at most one program, and
+    compiled programs are timed once.
 
     Attributes:
         program: the program, for candidates without `RaceProgram.stands_on`.
-        budget_bytes: largest memory of a program per device; None for no limit.
-        end: deadline (`time.monotonic`). After it, each `build_each` compiles at most
-            one program, and compiled programs are timed once.
         built: ``{identity: Built}`` of programs by `build_each`, fitting or not.
     """
 
+    context: PlanContext
     program: Program
-    mesh: Mesh
-    store: ProfileStore
-    budget_bytes: int | None = None
-    end: float = math.inf
-    options: MeasureOptions = field(default_factory=MeasureOptions)
     built: dict[str, Built] = field(default_factory=dict, repr=False)
 
     @property
     def platform(self) -> str:
         """JAX's name of the devices' platform."""
-        return self.mesh.devices.flat[0].platform
-
-    @property
-    def is_measured(self) -> bool:
-        """True except on CPUs, which are timed without looks and warm-up."""
-        return not defaults_of(self.platform).estimates
+        return self.context.devices.devices.flat[0].platform
 
     @property
     def at_once(self) -> int:
         """Largest number of programs that compile side by side."""
         return default_threads(self.platform)
 
-    def build(self, one: RaceProgram) -> Built | ProfileRecord:
-        """Compiles a program of any size; returns a failure as a record."""
-        program, mesh = one.stands_on or (self.program, self.mesh)
-        kept = BuildEnvironment.beside(self.store.path)
-        return build(program, mesh, one.job, kept)
+    def where(self, one: RaceProgram) -> tuple[Program, Mesh]:
+        """Returns the program and the mesh of a candidate."""
+        return one.stands_on or (self.program, self.context.devices)
 
     @property
     def in_flight(self) -> InFlight:
         """Context that notes builds and runs in the store while they are under way."""
-        return InFlight(self.store, self.options.limits, self.program.name)
+        context = self.context
+        return InFlight(context.store, context.measure.limits, self.program.name)
 
 
 def compile_programs(
@@ -118,16 +105,14 @@ def compile_programs(
     Returns:
         A result for each program, in order; samples come from earlier races only.
     """
-    known = {
-        **_known_builds(builder, programs),
-        **known_records(builder, [one.job.key.digest for one in programs]),
-    }
+    context, keys = builder.context, [one.job.key.digest for one in programs]
+    known = {**_known_builds(context, programs), **known_records(context, keys)}
     new = [one for one in programs if one.job.key.digest not in known]
     with builder.in_flight as in_flight:
-        fresh = build_each(builder, new, in_flight)
-    failed = [one for one in fresh.values() if isinstance(one, ProfileRecord)]
-    keep(failed, builder.store)
-    return results_of(programs, {**fresh, **known}, builder.budget_bytes, known)
+        ready, failed = build_each(builder, new, in_flight)
+    keep(failed.values(), context.store)
+    outcomes = {**ready, **failed, **known}
+    return results_of(programs, outcomes, context.budget_bytes, known)
 
 
 def keep_built(store: ProfileStore, one: RaceProgram, built: Built) -> None:
@@ -137,11 +122,11 @@ def keep_built(store: ProfileStore, one: RaceProgram, built: Built) -> None:
 
 
 def _known_builds(
-    builder: Builder, programs: Sequence[RaceProgram]
+    context: PlanContext, programs: Sequence[RaceProgram]
 ) -> dict[str, Built]:
     """Returns {key: `Built` without executable} of `keep_built`'s that fit."""
     keys = {one.job.key.digest: (one.job.key, _key_of_build(one)) for one in programs}
-    found = builder.store.get_many(mine.digest for _, mine in keys.values())
+    found = context.store.get_many(mine.digest for _, mine in keys.values())
     return {
         digest: Built(
             key=key,
@@ -151,7 +136,7 @@ def _known_builds(
             **asdict(one.size),
         )
         for digest, (key, mine) in keys.items()
-        if (one := found.get(mine.digest)) and fits(one, builder.budget_bytes)
+        if (one := found.get(mine.digest)) and fits(one, context.budget_bytes)
     }
 
 
@@ -161,54 +146,56 @@ def _key_of_build(one: RaceProgram) -> ProfileKey:
 
 def build_each(
     builder: Builder, programs: Sequence[RaceProgram], in_flight: InFlight
-) -> dict[str, Built | ProfileRecord]:
+) -> tuple[dict[str, Built], dict[str, ProfileRecord]]:
     """Builds programs that `built` lacks, side by side; after the deadline at most one.
 
     Returns:
-        ``{key: compiled program}`` if it fits, or ``{key: record}`` if it failed or
-        does not fit. Programs that were not begun are absent.
+        ``{key: compiled program}`` of those that fit, and ``{key: record}`` of those
+        that failed or do not fit. Programs that were not begun are absent.
     """
-    wanted = {one.job.key.digest: one for one in programs}
-    built, most_bytes = builder.built, builder.budget_bytes
-    there = {
-        digest: replace(ready, key=one.job.key)
+    context, wanted = builder.context, {one.job.key.digest: one for one in programs}
+    most_bytes, kept = context.budget_bytes, BuildEnvironment.beside(context.store.path)
+    found: dict[str, Built | ProfileRecord] = {
+        digest: replace(built, key=one.job.key)
         for digest, one in wanted.items()
-        if (ready := built.get(one.identity)) is not None
+        if (built := builder.built.get(one.identity)) is not None
     }
-    jobs = [one.job for digest, one in wanted.items() if digest not in there]
-    begun, over = count(), count(1)
-
-    def is_late() -> bool:
-        return bool(there or next(begun)) and time.monotonic() > builder.end
+    jobs = [one.job for digest, one in wanted.items() if digest not in found]
+    begun = count(len(found))
 
     def build_one(job: Job) -> Built | ProfileRecord:
         one = wanted[job.key.digest]
-        outcome = builder.build(one)
+        outcome = build(*builder.where(one), job, kept)
         if isinstance(outcome, Built):
-            built[one.identity] = outcome
+            builder.built[one.identity] = outcome
         return outcome
 
     def tell(job: Job, number: int, left: int, seconds: float) -> None:
         if not seconds:
-            which = f", {next(over)} of {len(jobs)}" if len(jobs) > 1 else ""
-            builder.options.tell(f"compiling {job.label!r}{which}")
+            which = f", {number} of {len(jobs)}" if len(jobs) > 1 else ""
+            context.measure.tell(f"compiling {job.label!r}{which}")
         elif left == 1:
-            builder.options.tell(waiting_text(job.label, seconds))
+            context.measure.tell(waiting_text(job.label, seconds))
 
-    outcomes: dict[str, Built | ProfileRecord] = {**there}
-    how = {"threads": builder.at_once, "tell": tell, "is_late": is_late}
-    outcomes |= build_all(jobs, build_one, in_flight, **how)
-    found: dict[str, Built | ProfileRecord] = {}
+    found |= build_all(
+        jobs,
+        build_one,
+        in_flight,
+        threads=builder.at_once,
+        tell=tell,
+        is_late=lambda: next(begun) > 0 and context.is_over,
+    )
+    ready, failed = dict[str, Built](), dict[str, ProfileRecord]()
     for digest, one in wanted.items():
-        if (outcome := outcomes.get(digest)) is None:
-            continue
+        outcome = found.get(digest)
         if isinstance(outcome, Built) and not fits(outcome, most_bytes):
             reason = f"needs {outcome.peak_bytes} bytes, more than {most_bytes}"
             outcome = outcome.record("out_of_memory", reason=reason)
-        if isinstance(outcome, ProfileRecord):
-            outcome = replace(outcome, choice=one.job.choice)
-        found[digest] = outcome
-    return found
+        if isinstance(outcome, Built):
+            ready[digest] = outcome
+        elif outcome is not None:
+            failed[digest] = replace(outcome, choice=one.job.choice)
+    return ready, failed
 
 
 def results_of(
@@ -226,23 +213,22 @@ def results_of(
 
 
 def known_records(
-    builder: Builder, digests: Collection[str]
+    context: PlanContext, digests: Collection[str]
 ) -> dict[str, ProfileRecord]:
     """Returns the store's records by key, without those to make again.
 
     Those are failures to retry, and programs too large for an earlier budget only.
     """
-    settle(builder.store)
+    settle(context.store)
     return {
         digest: record
-        for digest, record in builder.store.get_many(digests).items()
-        if not builder.options.retries(record)
-        # Refused for its size under a smaller budget.
-        and not (is_compiled_too_large(record) and fits(record, builder.budget_bytes))
+        for digest, record in context.measure.known(context.store, digests).items()
+        # Unless it was refused for its size under a smaller budget.
+        if not (is_compiled_too_large(record) and fits(record, context.budget_bytes))
     }
 
 
-def keep(records: Sequence[ProfileRecord], store: ProfileStore) -> None:
+def keep(records: Collection[ProfileRecord], store: ProfileStore) -> None:
     """Stores records of a race in one transaction: part of a race would be useless.
 
     A record "too large" does not replace a measurement, which another process may have
@@ -474,9 +460,8 @@ class EarlierRace:
         rounds: limit of a race's turns.
     """
 
-    store: ProfileStore
+    context: PlanContext
     jobs: Mapping[str, Job]
-    budget_bytes: int | None
     rounds: int
 
     def records(self) -> dict[str, ProfileRecord]:
@@ -485,7 +470,7 @@ class EarlierRace:
         Failures are absent. Empty without such a race, or with records of several.
         """
         keys, jobs = self._keys, self.jobs
-        found = self.store.get_many(key.digest for key in keys.values())
+        found = self.context.store.get_many(key.digest for key in keys.values())
         if len({one.created for one in found.values()}) > 1:
             return {}
         return {
@@ -507,13 +492,13 @@ class EarlierRace:
             for digest, one in records.items()
             if one.ok
         ]
-        self.store.put_all(kept, replace=True)
+        self.context.store.put_all(kept, replace=True)
 
     @property
     def _keys(self) -> dict[str, ProfileKey]:
         race = (
             ("among", _digest(self.jobs)),
-            ("budget", str(self.budget_bytes)),
+            ("budget", str(self.context.budget_bytes)),
             ("turns", str(self.rounds)),
         )
         return {d: ProfileKey((*job.key.parts, *race)) for d, job in self.jobs.items()}

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
-from jax.sharding import Mesh
-
 from cfp.analysis.analyze import Analysis
 from cfp.context import PlanContext
 from cfp.profiling.builder import Built, CompilePool
@@ -89,17 +87,7 @@ class Race:
     @property
     def builder(self) -> Builder:
         """Makes the builder that compiles and times candidates."""
-        context = self.context
-        assert isinstance(context.mesh, Mesh), "described devices compile nothing"
-        return Builder(
-            program=self.analysis.frame.program,
-            mesh=context.mesh,
-            store=context.store,
-            budget_bytes=context.budget_bytes,
-            end=context.end,
-            options=context.measure,
-            built=self.built,
-        )
+        return Builder(self.context, self.analysis.frame.program, self.built)
 
     @property
     def seconds(self) -> float:

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from cfp.context import PlanContext
-from cfp.profiling.builder import CompilePool
+from cfp.profiling.builder import CompilePool, is_out_of_memory
 from cfp.profiling.record import ProfileKey, ProfileRecord, untuned_options
 from cfp.profiling.tasks import InFlight
 from cfp.program.constrain import Constraints, partition_spec
@@ -93,8 +93,7 @@ def check_sites(
         if any(part.aval(v).size > 1 for v in part.foreign):
             known[key.digest] = replace(site, reason="it reads another loop's values")
             continue
-        kept = context.store.get(key.digest)
-        if kept is not None and not context.measure.retries(kept):
+        if kept := context.measure.known(context.store, [key.digest]).get(key.digest):
             known[key.digest] = replace(site, reason=kept.reason)
             continue
         context.measure.tell(f"comparing a replaced part: {one.name}, {source}")
@@ -162,7 +161,7 @@ def _compare(
             made = replaced(*inputs, *results[:split])
             offs.append(float(np.asarray(compare(truth, results[split:], made))))
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_out_of_memory(error):
             raise
         return replace(site, reason="there is not enough memory for it as written")
     return replace(site, off=float(np.max(offs)))

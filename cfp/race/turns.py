@@ -6,8 +6,8 @@ The winner's branches are timed separately, with each value of the arguments' fl
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -16,7 +16,7 @@ from types import MappingProxyType
 import numpy as np
 
 from cfp.analysis.analyze import long_branches
-from cfp.profiling.builder import Built, CompilePool, default_threads
+from cfp.profiling.builder import Built, CompilePool
 from cfp.profiling.collectives import COMBINED_KINDS, Rates
 from cfp.profiling.inputs import sources
 from cfp.profiling.record import ProfileKey, ProfileRecord, utc_now
@@ -46,6 +46,7 @@ from cfp.settings import (
     STAY_AFTER_TURN,
     ConstraintLevel,
     PlatformDefaults,
+    defaults_of,
 )
 
 
@@ -81,18 +82,18 @@ def time_flags(builder: Builder, best: RaceResult) -> tuple[tuple[str, float], .
         (``"flag=value"``, step time in ms) pairs, from the store or measured before the
         deadline. Values that could not be timed are absent; () without flags.
     """
-    one, found = best.program, list[tuple[str, float]]()
+    context, one, found = builder.context, best.program, list[tuple[str, float]]()
     built = builder.built.get(one.identity)
     carried = {one.job.part.inputs[place] for place in one.job.donated}
     for text, program in flag_values(builder.program, carried):
         key = ProfileKey((*one.job.key.parts, ("flag", text)))
-        record = builder.store.get(key.digest)
-        if record is None and built is not None and time.monotonic() < builder.end:
-            builder.options.tell(f"timing {one.name!r} with {text}")
+        record = context.store.get(key.digest)
+        if record is None and built is not None and not context.is_over:
+            context.measure.tell(f"timing {one.name!r} with {text}")
             with builder.in_flight as at, at.doing(key, text, "run", best.time_ms):
                 made = replace(built, key=key)
-                record = run(made, one.job, program, builder.mesh)
-            builder.store.put(record)
+                record = run(made, one.job, program, context.devices)
+            context.store.put(record)
         if record is not None and record.ok:
             found.append((text, record.time_ms))
     return tuple(found)
@@ -153,77 +154,29 @@ def race_programs(
     Returns:
         One result for each program, in order.
     """
-    jobs = {one.job.key.digest: one.job for one in programs}
-    budget_bytes, known = builder.budget_bytes, known_records(builder, jobs)
+    by_key = {one.job.key.digest: one for one in programs}
+    jobs = {digest: one.job for digest, one in by_key.items()}
+    context, budget_bytes = builder.context, builder.context.budget_bytes
+    known = known_records(context, jobs)
     # Failures and programs over the budget.
     out = {d: r for d, r in known.items() if not (r.ok and fits(r, budget_bytes))}
-    mine = EarlierRace(builder.store, jobs, budget_bytes, rounds)
+    mine = EarlierRace(context, jobs, rounds)
     records = {**mine.records(), **out}
     cached = jobs.keys() if len(records) == len(jobs) else ()
     if not cached:
-        again = [one for one in programs if one.job.key.digest not in out]
+        again = {d: one for d, one in by_key.items() if d not in out}
         with builder.in_flight as in_flight:
-            outcomes = build_each(builder, again, in_flight)
-            how = rounds, looks, is_warm
-            ran = _run_in_turn(builder, again, outcomes, in_flight, *how)
-        keep(list(ran.values()), builder.store)
-        if time.monotonic() <= builder.end:  # Otherwise turns may be missing.
+            outcomes = build_each(builder, [*again.values()], in_flight)
+            turns = _Turns(builder, in_flight, rounds, again, *outcomes)
+            ran = turns.run(looks, is_warm)
+        keep(ran.values(), context.store)
+        if not context.is_over:  # Otherwise turns may be missing.
             mine.keep(ran)
         records = {**out, **ran}
     return results_of(programs, records, budget_bytes, cached)
 
 
-def _run_in_turn(
-    builder: Builder,
-    programs: Sequence[RaceProgram],
-    outcomes: Mapping[str, Built | ProfileRecord],
-    in_flight: InFlight,
-    rounds: int,
-    looks: Mapping[str, ProfileRecord],
-    is_warm: bool,
-) -> dict[str, ProfileRecord]:
-    """Runs compiled programs in turn; returns the records of all outcomes, by key."""
-    ready = {d: one for d, one in outcomes.items() if isinstance(one, Built)}
-    race = _Turns(
-        builder=builder,
-        programs={one.job.key.digest: one for one in programs},
-        ready=ready,
-        records={d: r for d, r in outcomes.items() if isinstance(r, ProfileRecord)},
-        order=list(ready),
-        in_flight=in_flight,
-        rounds=rounds,
-    )
-    has_look = builder.is_measured and rounds > 1
-    with CompilePool(default_threads(race.platform)) as pool:
-        # Compiled while devices warm up; later they would cool down meanwhile.
-        made = [
-            pool.start(race.programs[d].job.label, partial(race.compile_generators, d))
-            for d in ready
-        ]
-        if not is_warm:
-            race.warm_up()
-        for one in made:
-            one.result()
-    race.take_looks(looks)
-    for number in range(rounds):
-        if has_look and number == 0:
-            race.look()
-            if race.is_over():
-                break
-            race.leave_out(STAY_AFTER_LOOK)
-        race.turn(number, is_first=number == 0 and not has_look)
-        if number + 1 == rounds or race.is_over() or race.is_told():
-            break
-        race.leave_out(STAY_AFTER_TURN if number or has_look else STAY_AFTER_LOOK)
-    race.note_drift()
-    ended = utc_now()
-    return {
-        d: replace(record, choice=race.programs[d].job.choice, created=ended)
-        for d, record in race.records.items()
-    }
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Turns:
     """Programs of a race, with the progress of their turns.
 
@@ -236,42 +189,71 @@ class _Turns:
     """
 
     builder: Builder
+    in_flight: InFlight
+    rounds: int
     programs: Mapping[str, RaceProgram]
     ready: Mapping[str, Built]
     records: dict[str, ProfileRecord]
-    order: list[str]
-    in_flight: InFlight
-    rounds: int
+    order: list[str] = field(init=False)
     in_turns: dict[str, ProfileRecord] = field(default_factory=dict)
     fastest_ms: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def platform(self) -> str:
-        return self.builder.platform
+    def __post_init__(self) -> None:
+        self.order = [*self.ready]
 
-    def is_late(self) -> bool:
-        return time.monotonic() > self.builder.end
+    def run(
+        self, looks: Mapping[str, ProfileRecord], is_warm: bool
+    ) -> dict[str, ProfileRecord]:
+        """Runs compiled programs in turn; returns the records of all, by key."""
+        has_look = self.is_measured and self.rounds > 1
+        with CompilePool(self.builder.at_once) as pool:
+            # Compiled while devices warm up; later they would cool down meanwhile.
+            made = list[Future[None]]()
+            for one in map(self.programs.__getitem__, self.ready):
+                work = partial(compile_generators, *self.builder.where(one), one.job)
+                made.append(pool.start(one.job.label, work))
+            if not is_warm:
+                self.warm_up()
+            for one in made:
+                one.result()
+        self.take_looks(looks)
+        for number in range(self.rounds):
+            if has_look and number == 0:
+                self.look()
+                if self.is_over():
+                    break
+                self.leave_out(STAY_AFTER_LOOK)
+            self.turn(number, is_first=number == 0 and not has_look)
+            if number + 1 == self.rounds or self.is_over() or self.is_told():
+                break
+            self.leave_out(STAY_AFTER_TURN if number or has_look else STAY_AFTER_LOOK)
+        self.note_drift()
+        ended = utc_now()
+        return {
+            d: replace(record, choice=self.programs[d].job.choice, created=ended)
+            for d, record in self.records.items()
+        }
+
+    @property
+    def is_measured(self) -> bool:
+        """True except on CPUs, which are timed without looks and warm-up."""
+        return not defaults_of(self.builder.platform).estimates
 
     def is_over(self) -> bool:
         """True if no program is left to time, or after the deadline."""
-        return not self.order or self.is_late()
+        return not self.order or self.builder.context.is_over
 
     def is_told(self) -> bool:
         """True if `_is_told`; on CPUs instead, if only one program is left."""
-        if self.builder.is_measured:
+        if self.is_measured:
             return _is_told([self.records[d].samples_ms for d in self.order])
         return len(self.order) == 1
 
-    def compile_generators(self, digest: str) -> None:
-        one = self.programs[digest]
-        where = one.stands_on or (self.builder.program, self.builder.mesh)
-        compile_generators(*where, one.job)
-
     def warm_up(self) -> None:
         """Runs the first program for about 3 s on real devices; drops it on failure."""
-        if not self.builder.is_measured or self.is_over():
+        if not self.is_measured or self.is_over():
             return
-        self.builder.options.tell("warming up the devices")
+        self.builder.context.measure.tell("warming up the devices")
         digest = self.order[0]
         warm = self._run(digest, _WARM_UP_ELSEWHERE)
         if not warm.ok:
@@ -288,7 +270,7 @@ class _Turns:
 
     def look(self) -> None:
         """Times each program shortly that has no time; looks do not count as turns."""
-        timing = _timing(self.platform, None)
+        timing = _timing(self.builder.platform, None)
         for place in range(len(self.order)):
             digest = self.order[place - 1]
             if digest in self.records:
@@ -303,7 +285,7 @@ class _Turns:
         Steps may differ on CPUs, and if `is_first`: no program has a time yet.
         """
         known = [self.records[d].time_ms for d in self.order if not is_first]
-        timing = _timing(self.platform, min(known, default=None))
+        timing = _timing(self.builder.platform, min(known, default=None))
         doing = f"turn {number + 1} of {self.rounds}"
         for place in range(len(self.order)):
             count = len(self.order)
@@ -338,19 +320,18 @@ class _Turns:
 
     def _time(self, digest: str, timing: TimingOptions, doing: str) -> ProfileRecord:
         """Times a program and reports it; `doing` names the look or turn."""
-        self.builder.options.tell(
-            f"timing {self.programs[digest].job.label!r}, {doing}"
-        )
+        label = self.programs[digest].job.label
+        self.builder.context.measure.tell(f"timing {label!r}, {doing}")
         return self._run(digest, timing)
 
     def _run(self, digest: str, timing: TimingOptions) -> ProfileRecord:
         one = self.programs[digest]
-        where = one.stands_on or (self.builder.program, self.builder.mesh)
+        where = self.builder.where(one)
         expected_ms = one.candidate.predicted_ms or 0.0
         with self.in_flight.doing(one.job.key, one.job.label, "run", expected_ms):
             record = run(self.ready[digest], one.job, *where, timing=timing)
         if record.status == "crashed":
-            keep([record], self.builder.store)
+            keep([record], self.builder.context.store)
             check_devices(where[1], record)
         return record
 

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from dataclasses import replace
+from math import inf
 from types import SimpleNamespace
 
 import jax
 import pytest
 
 from cfp.analysis.layout import Choice
+from cfp.context import DetailedSettings, PlanContext
 from cfp.errors import CfpError
 from cfp.profiling import runner
 from cfp.profiling.builder import Built
@@ -30,6 +32,22 @@ def entrant(case, name):
     return RaceProgram(candidate=Candidate(name, Choice((), ())), job=case.job(name))
 
 
+def builder(case, store, budget_bytes=None, end=inf, built=None, **options):
+    """A builder that knows a budget, a deadline and options of measuring."""
+    context = PlanContext(
+        mesh=case.mesh,
+        store=store,
+        settings=DetailedSettings(),
+        defaults=defaults_of("cpu"),
+        environment=(),
+        measure=MeasureOptions(**options),
+        memory=None,
+        device_bytes=budget_bytes,
+        end=end,
+    )
+    return Builder(context, case.program, {} if built is None else built)
+
+
 @pytest.fixture
 def timed(case, store, monkeypatch):
     """Races candidates by name, and says which turns there were."""
@@ -43,14 +61,10 @@ def timed(case, store, monkeypatch):
 
     monkeypatch.setattr(room, "run", turn)
 
-    def go(
-        names: str, retry_failures=False, **how
-    ) -> tuple[list[str], dict[str, ProfileRecord]]:
+    def go(names: str, **how) -> tuple[list[str], dict[str, ProfileRecord]]:
         turns.clear()
         programs = [entrant(case, name) for name in names]
-        how["options"] = MeasureOptions(retry_failures=retry_failures)
-        where = {"program": case.program, "mesh": case.mesh, "store": store}
-        results = race_programs(Builder(**where, **how), programs, rounds=1)
+        results = race_programs(builder(case, store, **how), programs, rounds=1)
         return list(turns), {result.name: result.record for result in results}
 
     return go
@@ -195,9 +209,8 @@ def raced(case, store, monkeypatch):
 
         monkeypatch.setattr(room, "run", turn)
         programs = programs or [entrant(case, name) for name in names]
-        where = {"program": case.program, "mesh": case.mesh, "store": store}
         more = {} if looks is None else {"looks": looks}
-        return race_programs(Builder(**where, **how), programs, rounds=rounds, **more)
+        return race_programs(builder(case, store, **how), programs, rounds, **more)
 
     go.turns = []
     return go
@@ -227,7 +240,7 @@ def test_a_program_that_fails_runs_once(raced):
     times = {"a": 10.0, "b": "out_of_memory"}
     raced("ab", 3, times.get)
     assert raced.turns == ["a", "b"]
-    raced("b", 3, times.get, options=MeasureOptions(retry_failures=True))
+    raced("b", 3, times.get, retry_failures=True)
     assert raced.turns == ["a", "b", "b"]
 
 
@@ -267,15 +280,8 @@ def compiled(case, store, monkeypatch):
         built.clear()
         refused, peak = [], None
         for name in NEEDS:
-            builder = Builder(
-                program=case.program,
-                mesh=case.mesh,
-                store=store,
-                budget_bytes=budget_bytes,
-                options=MeasureOptions(**options),
-            )
-            program = entrant(case, name)
-            [found] = compile_programs(builder, [program])
+            where = builder(case, store, budget_bytes, **options)
+            [found] = compile_programs(where, [entrant(case, name)])
             if found.may_race:
                 peak = found.peak_bytes
                 break
@@ -375,7 +381,7 @@ def test_lost_devices_end_a_race(raced, case, store, monkeypatch):
 @pytest.fixture
 def on_gpus(monkeypatch):
     """Races as on GPUs."""
-    monkeypatch.setattr(building, "defaults_of", lambda _: defaults_of("gpu"))
+    monkeypatch.setattr(room, "defaults_of", lambda _: defaults_of("gpu"))
 
 
 @pytest.mark.parametrize(
@@ -456,8 +462,7 @@ def test_where_time_is_over_after_a_turn_no_look_wins(raced, on_gpus, monkeypatc
         return slow * {"a": 10.0, "b": 10.5}[name]
 
     clock = SimpleNamespace(monotonic=lambda: float(len(raced.turns)))
-    monkeypatch.setattr(room, "time", clock)
-    monkeypatch.setattr(building, "time", clock)
+    monkeypatch.setattr("cfp.context.time", clock)
     a, b = raced("ab", 4, time_ms, end=3.5)
     assert raced.turns == ["a", "b", "a", "a"]
     assert a.time_ms == pytest.approx(11.0) and b.time_ms == pytest.approx(11.55)

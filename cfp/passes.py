@@ -39,9 +39,11 @@ from cfp.cost.costs import Costs
 from cfp.cost.described import DescribedMesh, slice_of
 from cfp.errors import OptionError, known_names
 from cfp.printable import mesh_text, parse_bytes
+from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.collectives import Rates, known_rates, measure_rates
 from cfp.profiling.jobs import Measurer
 from cfp.profiling.record import environment_parts
+from cfp.profiling.runner import place_of_parts
 from cfp.program.graph import PARTITIONED
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import Lowering, planning_mesh, trace
@@ -210,14 +212,10 @@ def profile(
         now = time.monotonic()
         end = now + MEASURED_SHARE * (end - now)
     rates = measured_rates(context)
-    measurer = Measurer(
-        analysis.frame.program,
-        context.devices,
-        context.store,
-        context.settings.measure is not False,
-        context.measure,
-        end,
-    )
+    program, kept = analysis.frame.program, BuildEnvironment.beside(context.store.path)
+    place = place_of_parts(program, context.devices, kept)
+    how = context.settings.measure is not False, context.measure, program.name, end
+    measurer = Measurer(place, context.store, *how)
     found = _measured(context, analysis, rates, measurer, all_presets)
     jobs = {item.own_job.key.digest for item in found.requests}
     done, cached = [*map(found.records.get, jobs)], len(jobs & {*measurer.known})

@@ -37,11 +37,12 @@ from cfp.profiling.coordination import Coordination, check_alike, coordinated, l
 from cfp.profiling.followers import follow
 from cfp.profiling.record import alike_parts, environment_parts
 from cfp.profiling.store import store_path
-from cfp.profiling.tasks import InFlight, Progress
+from cfp.profiling.tasks import Progress
 from cfp.program.graph import Program
 from cfp.program.jaxprs import check_settings, unchecked
 from cfp.program.memory import has_host_memory
 from cfp.race.admission import least_short, no_winner
+from cfp.race.compile import Builder
 from cfp.race.programs import (
     RaceOutcome,
     RaceProgram,
@@ -49,9 +50,8 @@ from cfp.race.programs import (
     programs_of,
     race_row,
 )
-from cfp.race.race import Race
 from cfp.race.turns import race_programs
-from cfp.search.guided import Candidate, Estimate, Solution
+from cfp.search.guided import Candidate, Estimate
 from cfp.settings import ESTIMATES_SHARE, HOST_BYTES_PER_MS, Dimension, defaults_of
 from cfp.view.console import shown
 from cfp.view.evidence import with_figures
@@ -126,7 +126,7 @@ def wrong_kernels(
         return frozenset(), ()
     from cfp.race.sites import check_sites  # For plans with kernels only.
 
-    with InFlight(context.store, context.measure.limits, program.name) as in_flight:
+    with Builder(context, program).in_flight as in_flight:
         checks = check_sites(context, program, found.plan.constraints, in_flight)
     wrong = frozenset(one.kernel for one in checks if one.is_wrong)
     return wrong, tuple(str(one) for one in checks if one.is_wrong or one.reason)
@@ -419,8 +419,8 @@ class _Planning:
         built = {key: one.built for key, one in made.items() if one}
         first = self.known[next(iter(found))]
         with self.options_of("", self.left()).context(first.mesh) as context:
-            race = Race(context, first.analysis, Solution(()), built=built)
-            results = race_programs(race.builder, [*programs.values()])
+            builder = Builder(context, first.analysis.frame.program, built)
+            results = race_programs(builder, [*programs.values()])
         if any(one.skipped for one in results) or not any(r.ran for r in results):
             return {}
         return dict(zip(found, results, strict=True))

@@ -549,15 +549,15 @@ def measure_rates(
             mesh=mesh,
             build=lambda task: build_probe(task.key, by_key[task.key], mesh),
             run=lambda task, built: _run(by_key[task.key], mesh, built),
+            # NCCL opens links between GPUs for seconds. The result of this run is
+            # ignored: a failure repeats when the probe is timed.
+            open_links=(lambda task, built: _run(by_key[task.key], mesh, built, _ONCE))
+            if is_gpu and not is_shared(mesh)
+            else None,
         ),
         [Task(key=key, label=probe.label) for key, probe in by_key.items()],
         store,
         options.of_rates,
-        # NCCL opens links between GPUs for seconds. The result of this run is ignored:
-        # a failure repeats when the probe is timed.
-        open_links=(lambda task, built: _run(by_key[task.key], mesh, built, _ONCE))
-        if is_gpu and not is_shared(mesh)
-        else None,
     )
     return _rates(mesh, [(probe, found[k.digest]) for k, probe in by_key.items()])
 

@@ -24,16 +24,13 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from jax.sharding import Mesh
-
-from cfp.profiling.builder import BuildEnvironment, Built, CompilePool, Job
+from cfp.profiling.builder import Built, CompilePool, Job
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.runner import Place, place_of_parts
+from cfp.profiling.runner import Place
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import InFlight, MeasureOptions, Phase, Progress, Task, settle
-from cfp.program.graph import Program
 
 # Largest number of builds in a batch, for each thread. Batches have equal sizes, as
 # threads are idle at the end of each: on 2 H200 with 12 threads, the last two of 26
@@ -50,23 +47,23 @@ Outcome = Built | ProfileRecord
 
 @dataclass(slots=True)
 class Measurer:
-    """Looks jobs up in the store, and measures the others.
+    """Looks jobs up in the store, and measures the others at a place.
 
     Attributes:
         measure: True to measure; False only looks up.
+        program: name of the jobs' program, for messages.
         end: deadline (`time.monotonic`), after which no job begins.
         known: keys of the records found that this object did not measure.
     """
 
-    program: Program
-    mesh: Mesh
+    place: Place
     store: ProfileStore
     measure: bool
     options: MeasureOptions
+    program: str = ""
     end: float = math.inf
     known: set[str] = field(default_factory=set)
     _measured: set[str] = field(default_factory=set)
-    _tuned: set[Hashable] = field(default_factory=set)
 
     @property
     def has_end(self) -> bool:
@@ -97,17 +94,15 @@ class Measurer:
         known = self.look_up(jobs)
         if not self.measure:
             return known
-        new = [job for job in jobs if job.key.digest not in known]
-        self._measured |= {job.key.digest for job in new}
-
-        def is_late() -> bool:
-            return not ignore_end and self.is_over
-
-        store, options, name = self.store, self.options, self.program.name
-        environment = BuildEnvironment.beside(store.path)
-        where = self.program, self.mesh, environment
-        place = place_of_parts(*where, tuned=self._tuned)
-        return run_jobs(place, jobs, store, options, program=name, is_late=is_late)
+        self._measured |= {job.key.digest for job in jobs} - known.keys()
+        return run_jobs(
+            self.place,
+            jobs,
+            self.store,
+            self.options,
+            program=self.program,
+            is_late=lambda: self.is_over and not ignore_end,
+        )
 
 
 def run_jobs(
@@ -118,7 +113,6 @@ def run_jobs(
     *,
     program: str = "",
     is_late: Callable[[], bool] = lambda: False,
-    open_links: Callable[[Any, Built], object] | None = None,
 ) -> dict[str, ProfileRecord]:
     """Returns jobs' records; measures those that are missing, or failures to retry.
 
@@ -129,8 +123,6 @@ def run_jobs(
       jobs: jobs to measure; of jobs with one key the first counts.
       program: name of the jobs' program, for messages.
       is_late: True after the deadline: no further job begins.
-      open_links: called with the first new job, if it builds, and its program, in its
-        thread during other builds: devices' first run may take seconds to begin.
 
     Returns:
       ``{key: record}`` in the order of the jobs, failures included. Jobs that the
@@ -144,7 +136,7 @@ def run_jobs(
     for job in jobs:
         by_key.setdefault(job.key.digest, job)
     with InFlight(store, options.limits, program) as in_flight:
-        run = _Run(place, by_key, store, in_flight, options, is_late, open_links)
+        run = _Run(place, by_key, store, in_flight, options, is_late)
         run.measure()
     return {key: run.records[key] for key in by_key if key in run.records}
 
@@ -239,7 +231,6 @@ class _Run:
     in_flight: InFlight
     options: MeasureOptions
     is_late: Callable[[], bool]
-    open_links: Callable[[Any, Built], object] | None
     records: dict[str, ProfileRecord] = field(default_factory=dict)
     cached: int = 0
     failed: int = 0
@@ -301,9 +292,9 @@ class _Run:
         outcome = self.place.build(job)
         if isinstance(outcome, ProfileRecord):
             self._keep(outcome)
-        elif opens and self.open_links is not None:
+        elif opens and self.place.open_links is not None:
             with self.in_flight.doing(job.key, job.label, "run"):
-                self.open_links(job, outcome)
+                self.place.open_links(job, outcome)
         return outcome
 
     def _take_turn(self, job: Task, outcome: Outcome) -> None:

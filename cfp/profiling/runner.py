@@ -261,6 +261,8 @@ class Place:
         None if builds do so, or nothing is tuned.
       tuners: largest number of calls of `tune` at once.
       tuned: keys in `Task.kernels` that are tuned already; extended by builds.
+      open_links: called with the first new job, if it builds, and its program, in its
+        thread during other builds: devices' first run may take seconds to begin.
     """
 
     mesh: Mesh
@@ -269,6 +271,7 @@ class Place:
     tune: Callable[[Any], object] | None = None
     tuners: int = 1
     tuned: set[Hashable] = field(default_factory=set)
+    open_links: Callable[[Any, Built], object] | None = None
 
     @property
     def threads(self) -> int:
@@ -286,10 +289,8 @@ def place_of_parts(
     environment: BuildEnvironment,
     *,
     timing: TimingOptions | None = None,
-    tuned: set[Hashable] | None = None,
 ) -> Place:
     """Makes a `Place` whose functions build and time parts of a program on a mesh."""
-
     platform = mesh.devices.flat[0].platform
     tuners = 1 if is_shared(mesh) else min(mesh.devices.size, default_threads(platform))
     orders = SimpleQueue[Mesh]()
@@ -319,8 +320,7 @@ def place_of_parts(
         return run(built, job, program, mesh, timing=timing)
 
     tune = tune_job if environment.options(platform) else None
-    how = {"tune": tune, "tuners": tuners, "tuned": set() if tuned is None else tuned}
-    return Place(mesh=mesh, build=build_job, run=run_job, **how)
+    return Place(mesh=mesh, build=build_job, run=run_job, tune=tune, tuners=tuners)
 
 
 def timing_on(mesh: Mesh, **limits: Any) -> TimingOptions:

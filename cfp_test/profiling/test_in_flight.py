@@ -174,7 +174,7 @@ def task(name):
     return Task(key=key, label=f"task {name}")
 
 class Here:
-    threads, tune, tuners, tuned = 1, None, 1, set()
+    threads, tune, tuners, tuned, open_links = 1, None, 1, set(), None
 
     def build(self, task):
         return Built(key=task.key, compiled=compiled)

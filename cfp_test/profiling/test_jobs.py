@@ -34,6 +34,7 @@ class AnyPlace:
     tune: None = None
     tuners: int = 1
     tuned: set[str] = field(default_factory=set)
+    open_links: Callable[[Work, Built], object] | None = None
 
     def build(self, job: Work) -> Built | ProfileRecord:
         return job.build()
@@ -56,16 +57,23 @@ class Ended:
 
 
 def run_tasks(
-    tasks, store, *, threads=1, retry_failures=False, progress=lambda event: None, **how
+    tasks,
+    store,
+    *,
+    threads=1,
+    open_links=None,
+    retry_failures=False,
+    progress=lambda event: None,
+    **how,
 ) -> Ended:
-    last = []
+    last, place = [], AnyPlace(threads, open_links=open_links)
 
     def tell(event):
         last[:] = [event]
         progress(event)
 
     options = MeasureOptions(retry_failures=retry_failures, progress=tell)
-    found = jobs.run_jobs(AnyPlace(threads), tasks, store, options, **how)
+    found = jobs.run_jobs(place, tasks, store, options, **how)
     [end] = last
     return Ended(found, end.done - end.cached - end.failed, end.cached, end.failed)
 

@@ -2,8 +2,10 @@
 
 import pytest
 
+from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.jobs import Measurer
 from cfp.profiling.record import ProfileRecord
+from cfp.profiling.runner import place_of_parts
 from cfp.profiling.tasks import MeasureOptions
 
 
@@ -25,8 +27,8 @@ def look(case, store, monkeypatch):
     monkeypatch.setattr("cfp.profiling.jobs.run_jobs", run_jobs)
 
     def make(measure=True, **options):
-        where = (case.program, case.mesh, store)
-        return Measurer(*where, measure, MeasureOptions(**options))
+        place = place_of_parts(case.program, case.mesh, BuildEnvironment())
+        return Measurer(place, store, measure, MeasureOptions(**options))
 
     return make, measured
 

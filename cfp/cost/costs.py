@@ -508,15 +508,14 @@ def _blocks(
 
 def _inside_ms(terms: Terms, block: BlockTerms) -> float:
     """Estimates ms to reshard values and non-state arguments between ops of a block."""
+    pins = terms.frame.pins
     stored = {
-        v: (next(filter(any, specs), specs[0]), ())
+        v: (pins.get(terms.data[v]) or next(filter(any, specs), specs[0]), ())
         for v, specs in block.reads.items()
         if v in terms.data
     }
-    return sum(
-        terms.move_ms(v, made, block.reads.get(v, ()))
-        for v, made in (stored | dict(block.makes)).items()
-    )
+    made = (stored | dict(block.makes)).items()
+    return sum(terms.move_ms(v, how, block.reads.get(v, ())) for v, how in made)
 
 
 def _pair_ms(

@@ -65,7 +65,7 @@ class Terms:
         self._gradient_ms = cache(self._one_gradient_ms)
         self._sizes = dict(frame.mesh)
         args = enumerate(frame.program.args)
-        self.data = {v for i, v in args if i not in frame.group_of_arg}
+        self.data = {v: i for i, v in args if i not in frame.group_of_arg}
         self._op = cache(self._op_terms)
         self._repeats: dict[int, int] = {}
         for op in frame.program.ops:
@@ -278,14 +278,14 @@ class Terms:
         group = frame.groups[index]
         main = program.args[group.args[0]]
         used, wide = frame.stored_specs(group, mode, next(iter(wants), None))
-        size, moves = program.values[main].size_bytes, 0.0
-        if mode is Storage.OPTIMIZER:
-            moves = self.transition_ms(size, wide, (), used, index)
-        elif mode is not Storage.USED:
-            read = size * self.narrowed(group.reads, main)
-            for want in wants or (used,):
-                once = self.transition_ms(read, wide, (), want, index)
-                moves += self.turns(main) * once
+        stored = used if mode in (Storage.USED, Storage.OPTIMIZER) else wide
+        size = program.values[main].size_bytes
+        read = self.turns(main), size * self.narrowed(group.reads, main)
+        moves = [(1, size, wide, stored)]
+        moves += [(*read, stored, want) for want in wants or (used,)]
+        for pin in (frame.pins.get(a, wide) for a in group.args[1:]):
+            moves += [(1, size, pin, wide), (1, size, wide, pin)]
+        total = sum(n * self.transition_ms(b, a, (), z, index) for n, b, a, z in moves)
         kept = [a for a in group.args if any(program.arg_memory[a : a + 1])]
         state, hosted = (
             2 * sum(program.values[program.args[a]].size_bytes for a in args)
@@ -294,7 +294,7 @@ class Terms:
         updates, ways = group.ops or group.inner_ops[:1], spec_ways(wide, frame.mesh)
         turns = max(map(program.turns, updates), default=1)
         host_ms = hosted / HOST_BYTES_PER_MS / ways
-        return turns * self.rates.memory_ms(state / ways) + host_ms, moves
+        return turns * self.rates.memory_ms(state / ways) + host_ms, total
 
     def gradients_ms(
         self, groups: Iterable[int], terms: BlockTerms, mode: Storage

@@ -78,11 +78,6 @@ class Builder:
         """JAX's name of the devices' platform."""
         return self.context.devices.devices.flat[0].platform
 
-    @property
-    def at_once(self) -> int:
-        """Largest number of programs that compile side by side."""
-        return default_threads(self.platform)
-
     def where(self, one: RaceProgram) -> tuple[Program, Mesh]:
         """Returns the program and the mesh of a candidate."""
         return one.stands_on or (self.program, self.context.devices)
@@ -181,7 +176,7 @@ def build_each(
         jobs,
         build_one,
         in_flight,
-        threads=builder.at_once,
+        threads=default_threads(builder.platform),
         tell=tell,
         is_late=lambda: next(begun) > 0 and context.is_over,
     )
@@ -194,7 +189,7 @@ def build_each(
         if isinstance(outcome, Built):
             ready[digest] = outcome
         elif outcome is not None:
-            failed[digest] = replace(outcome, choice=one.job.choice)
+            failed[digest] = one.own(outcome)
     return ready, failed
 
 
@@ -456,12 +451,12 @@ class EarlierRace:
     """Store of a race's times, apart from the programs' own records.
 
     Attributes:
-        jobs: ``{key: job}`` of the race's programs.
+        programs: ``{key: program}`` of the race.
         rounds: limit of a race's turns.
     """
 
     context: PlanContext
-    jobs: Mapping[str, Job]
+    programs: Mapping[str, RaceProgram]
     rounds: int
 
     def records(self) -> dict[str, ProfileRecord]:
@@ -469,17 +464,12 @@ class EarlierRace:
 
         Failures are absent. Empty without such a race, or with records of several.
         """
-        keys, jobs = self._keys, self.jobs
+        keys = self._keys
         found = self.context.store.get_many(key.digest for key in keys.values())
         if len({one.created for one in found.values()}) > 1:
             return {}
         return {
-            digest: replace(
-                found[key.digest],
-                key=digest,
-                parts=jobs[digest].key.parts,
-                choice=jobs[digest].choice,
-            )
+            digest: self.programs[digest].own(found[key.digest])
             for digest, key in keys.items()
             if key.digest in found
         }
@@ -497,11 +487,12 @@ class EarlierRace:
     @property
     def _keys(self) -> dict[str, ProfileKey]:
         race = (
-            ("among", _digest(self.jobs)),
+            ("among", _digest(self.programs)),
             ("budget", str(self.context.budget_bytes)),
             ("turns", str(self.rounds)),
         )
-        return {d: ProfileKey((*job.key.parts, *race)) for d, job in self.jobs.items()}
+        parts = {d: one.job.key.parts for d, one in self.programs.items()}
+        return {d: ProfileKey((*own, *race)) for d, own in parts.items()}
 
 
 def _digest(digests: Iterable[str]) -> str:

@@ -224,6 +224,11 @@ class RaceProgram:
         parts = self.job.key.parts
         return ProfileKey(tuple(p for p in parts if p[0] != "race")).digest
 
+    def own(self, record: ProfileRecord) -> ProfileRecord:
+        """Returns a record under this program's key, with its choice."""
+        key, choice = self.job.key, self.job.choice
+        return replace(record, key=key.digest, parts=key.parts, choice=choice)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceResult:

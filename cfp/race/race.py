@@ -22,7 +22,7 @@ from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
 from cfp.context import PlanContext
-from cfp.profiling.builder import Built, CompilePool
+from cfp.profiling.builder import Built, CompilePool, default_threads
 from cfp.profiling.record import (
     CompiledBytes,
     Parts,
@@ -201,7 +201,7 @@ class Race:
             reach=None if one_is_enough else self.context.defaults.reach,
             known=known,
             compiled=self.sizes,
-            at_once=self.builder.at_once,
+            at_once=default_threads(self.builder.platform),
             is_over=lambda: self.context.is_over,
         )
 

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import numpy as np
 
 from cfp.analysis.analyze import long_branches
-from cfp.profiling.builder import Built, CompilePool
+from cfp.profiling.builder import Built, CompilePool, default_threads
 from cfp.profiling.collectives import COMBINED_KINDS, Rates
 from cfp.profiling.inputs import sources
 from cfp.profiling.record import ProfileKey, ProfileRecord, utc_now
@@ -155,20 +155,19 @@ def race_programs(
         One result for each program, in order.
     """
     by_key = {one.job.key.digest: one for one in programs}
-    jobs = {digest: one.job for digest, one in by_key.items()}
     context, budget_bytes = builder.context, builder.context.budget_bytes
-    known = known_records(context, jobs)
+    known = known_records(context, by_key)
     # Failures and programs over the budget.
     out = {d: r for d, r in known.items() if not (r.ok and fits(r, budget_bytes))}
-    mine = EarlierRace(context, jobs, rounds)
+    mine = EarlierRace(context, by_key, rounds)
     records = {**mine.records(), **out}
-    cached = jobs.keys() if len(records) == len(jobs) else ()
+    cached = by_key.keys() if len(records) == len(by_key) else ()
     if not cached:
         again = {d: one for d, one in by_key.items() if d not in out}
         with builder.in_flight as in_flight:
-            outcomes = build_each(builder, [*again.values()], in_flight)
-            turns = _Turns(builder, in_flight, rounds, again, *outcomes)
-            ran = turns.run(looks, is_warm)
+            ready, failed = build_each(builder, [*again.values()], in_flight)
+            every = again, ready, failed, [*ready]
+            ran = _Turns(builder, in_flight, rounds, *every).run(looks, is_warm)
         keep(ran.values(), context.store)
         if not context.is_over:  # Otherwise turns may be missing.
             mine.keep(ran)
@@ -194,19 +193,16 @@ class _Turns:
     programs: Mapping[str, RaceProgram]
     ready: Mapping[str, Built]
     records: dict[str, ProfileRecord]
-    order: list[str] = field(init=False)
+    order: list[str]
     in_turns: dict[str, ProfileRecord] = field(default_factory=dict)
     fastest_ms: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.order = [*self.ready]
 
     def run(
         self, looks: Mapping[str, ProfileRecord], is_warm: bool
     ) -> dict[str, ProfileRecord]:
         """Runs compiled programs in turn; returns the records of all, by key."""
         has_look = self.is_measured and self.rounds > 1
-        with CompilePool(self.builder.at_once) as pool:
+        with CompilePool(default_threads(self.builder.platform)) as pool:
             # Compiled while devices warm up; later they would cool down meanwhile.
             made = list[Future[None]]()
             for one in map(self.programs.__getitem__, self.ready):
@@ -230,7 +226,7 @@ class _Turns:
         self.note_drift()
         ended = utc_now()
         return {
-            d: replace(record, choice=self.programs[d].job.choice, created=ended)
+            d: replace(self.programs[d].own(record), created=ended)
             for d, record in self.records.items()
         }
 
@@ -253,9 +249,8 @@ class _Turns:
         """Runs the first program for about 3 s on real devices; drops it on failure."""
         if not self.is_measured or self.is_over():
             return
-        self.builder.context.measure.tell("warming up the devices")
         digest = self.order[0]
-        warm = self._run(digest, _WARM_UP_ELSEWHERE)
+        warm = self._run(digest, _WARM_UP_ELSEWHERE, "warming up the devices")
         if not warm.ok:
             self.records[digest] = warm
             del self.order[0]
@@ -265,8 +260,7 @@ class _Turns:
         for digest in self.order:
             one = self.programs[digest]
             if (found := looks.get(one.identity)) is not None:
-                parts = one.job.key.parts
-                self.records[digest] = replace(found, key=digest, parts=parts)
+                self.records[digest] = one.own(found)
 
     def look(self) -> None:
         """Times each program shortly that has no time; looks do not count as turns."""
@@ -321,17 +315,17 @@ class _Turns:
     def _time(self, digest: str, timing: TimingOptions, doing: str) -> ProfileRecord:
         """Times a program and reports it; `doing` names the look or turn."""
         label = self.programs[digest].job.label
-        self.builder.context.measure.tell(f"timing {label!r}, {doing}")
-        return self._run(digest, timing)
+        return self._run(digest, timing, f"timing {label!r}, {doing}")
 
-    def _run(self, digest: str, timing: TimingOptions) -> ProfileRecord:
-        one = self.programs[digest]
+    def _run(self, digest: str, timing: TimingOptions, text: str) -> ProfileRecord:
+        one, context = self.programs[digest], self.builder.context
+        context.measure.tell(text)
         where = self.builder.where(one)
         expected_ms = one.candidate.predicted_ms or 0.0
         with self.in_flight.doing(one.job.key, one.job.label, "run", expected_ms):
             record = run(self.ready[digest], one.job, *where, timing=timing)
         if record.status == "crashed":
-            keep([record], self.builder.context.store)
+            keep([record], context.store)
             check_devices(where[1], record)
         return record
 

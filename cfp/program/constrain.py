@@ -39,7 +39,7 @@ _NOT_REPEATABLE = ("custom_call", "rng")
 
 @dataclass(frozen=True, slots=True)
 class Rematerialization:
-    """Ids of top-level forward ops to clone, and of backward ops that may read them."""
+    """Ids of forward ops to clone, and of backward ops that may read them."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -271,8 +271,8 @@ def rematerialize(
         if parent not in places:
             around = ops[one.backward[0]].parent
             assert around is not None, "ops stand in the function, or in a loop"
-            regions = around.operation.regions
-            body = (o.operation for r in regions for o in r.blocks[0].operations)
+            # Of a loop the body, not its condition; ops elsewhere are not cloned.
+            body = (o.operation for o in around.operation.regions[-1].blocks[0])
             places[parent] = {op: number for number, op in enumerate(body)}
         clones |= _Rematerializer(ops, one, places[parent], fixed).run()
     return clones
@@ -458,10 +458,9 @@ def _spec_misfit(program: Program, value: int, mesh: Mesh, spec: Spec) -> str | 
 
 
 def _rematerialization_misfit(program: Program, one: Rematerialization) -> str | None:
-    top = {op.id for op in program.ops if op.parent < 0}
-    forward, backward = one.forward, one.backward
-    if not {*forward, *backward} <= top or not forward or not backward:
-        return f"ops to rematerialize that are not among {len(top)} top-level ops"
+    forward, backward, count = one.forward, one.backward, len(program.ops)
+    if not forward or not backward or not {*forward, *backward} <= {*range(count)}:
+        return f"ops to rematerialize that are not among {count} ops"
     if max(forward) >= min(backward):
         return "ops to rematerialize that come after their readers"
     for op in forward:

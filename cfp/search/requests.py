@@ -76,20 +76,19 @@ def _constrain(
     A kernel's uses of its operands have none: keys of ring attention stay sharded.
     """
     frame, program = layout.frame, layout.frame.program
+    segments = analysis.segments
     replaced = [
         replacement
         for index, own in kernels
-        for one in proposals(layout, analysis.segments[index].ops, own)
+        for one in proposals(layout, segments[index].ops, own)
         for replacement in one.replacements(program)
     ]
-    turn, within = turning_point(frame), set(part.ops)
+    turn, within = turning_point(frame), program.with_bodies(part.ops)
     again = (
-        rematerializable(
-            program, within & {*analysis.segments[index].ops}, turn, within
-        )
+        rematerializable(program, within & {*segments[index].ops}, turn, within)
         for index in remat
     )
-    constrained = constraints(layout, program.with_bodies(part.ops))
+    constrained = constraints(layout, within)
     kernels_read = (stage.reads for one in replaced for stage in one.stages)
     own = {use for reads in kernels_read for use in reads}
     values, uses = constrained.values, dict[tuple[int, int], Spec]()
@@ -115,12 +114,7 @@ def _constrain(
             del uses[use]
         uses |= constrained.uses
         uses = {use: spec for use, spec in uses.items() if use not in own}
-    return Constraints(
-        values,
-        uses,
-        rematerialized=tuple(one for one in again if one is not None),
-        replaced=tuple(replaced),
-    )
+    return Constraints(values, uses, tuple(filter(None, again)), tuple(replaced))
 
 
 def _hold(

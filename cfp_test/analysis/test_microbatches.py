@@ -11,15 +11,17 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import constraints, lay_out
 from cfp.analysis.presets import presets
 from cfp.analysis.segments import open_loops
-from cfp.cost.memory import accumulated_bytes, turning_point
+from cfp.cost.memory import accumulated_bytes, can_rematerialize
 from cfp.cost.terms import Terms
 from cfp.models import build
 from cfp.profiling.collectives import KINDS, Rates
 from cfp.program import shardy
-from cfp.program.constrain import constrain, rematerializable
+from cfp.program.constrain import constrain, misfit
 from cfp.program.part import cut_part, lower_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, trace
+from cfp.search.requests import constraints_of
+from cfp.settings import ConstraintLevel
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.common import normal, squares
 from cfp_test.support.checking import (
@@ -116,18 +118,16 @@ def test_a_scan_of_one_iteration_leaves_no_loop():
 def test_the_step_computes_the_same(looped, preset, remat):
     case, analysis = looped
     frame = case.frame
-    layout = lay_out(frame, presets(frame)[preset])
-    ins, outs = shardings(case, layout)
+    able = [s.index for s in analysis.segments if can_rematerialize(frame, s)]
+    assert len(able) >= LAYERS
+    again = tuple(able) if remat else ()
+    choice = dataclasses.replace(presets(frame)[preset], remat=again)
+    ins, outs = shardings(case, lay_out(frame, choice))
     lowering = lower_step(case.step, ins, outs)
-    constrained = constraints(layout)
-    if remat:
-        turn = turning_point(frame)
-        again = (
-            rematerializable(frame.program, s.ops, turn) for s in analysis.segments
-        )
-        wanted = tuple(one for one in again if one is not None)
-        assert len(wanted) >= LAYERS
-        constrained = dataclasses.replace(constrained, rematerialized=wanted)
+    constrained = constraints_of(analysis, choice, ConstraintLevel.EVERYTHING)
+    assert len(constrained.rematerialized) == len(again), "as memory is predicted"
+    as_read = dataclasses.replace(frame.program, opened=frozenset())
+    assert misfit(as_read, case.mesh, constrained) is None
     before = {*shardy.every_op(lowering.module)}
     constrain(lowering.module, frame.program, case.mesh, constrained)
     clones = [

@@ -100,8 +100,8 @@ class _Finder:
                 continue
             again = self.by_result.get(self.numbers[op.results[0]])
             if again is not None:
-                member = Member(op.id, self.blocks[again][0].factors)
-                self.blocks[again].append(member)
+                block = self.blocks[again]
+                block.append(Member(op.id, block[0].factors))
                 continue
             is_made = op.kind == "gather" and computed[op.operands[0]]
             if is_made and not self._spreads(op):
@@ -312,9 +312,8 @@ def major_factors(
         factor = rule.major(factors, before)
         if factor is None or factor in rule.closed:
             continue
-        if not rule.splits(factor, axis_size):
-            continue
-        found.append((dim, factor))
+        if rule.splits(factor, axis_size):
+            found.append((dim, factor))
     return found
 
 
@@ -424,8 +423,8 @@ _PURE = frozenset({"constant", "iota"})
 class Numbers:
     """Numbers of values: equal ones mean equal tensors, up to dtype and unit dims.
 
-    There are two exceptions. Slices of one stack in loops have one number, whatever
-    their index. A branch's result has the number of its only non-constant case.
+    There are two exceptions. Slices of one stack in two loops may have one number at
+    unlike indices. A branch's result has the number of its only non-constant case.
 
     Attributes:
         of: a number for each value id.
@@ -451,6 +450,8 @@ class _Numbering:
         self.numbers = [-1] * len(program.values)
         self.table: dict[tuple, int] = {}
         self.stacked: dict[int, int] = {}  # number of a stack -> number of its slices
+        self.slices: dict[tuple[int, ...], int] = {}  # (slice, *index) -> its number
+        self.sliced: set[tuple[int, int]] = set()  # (loop, number of its slice)
         self.flat: dict[int, tuple[int, tuple[int, ...]]] = {}  # reshapes
         self.joined: dict[int, Op] = {}  # number of a concatenation -> its op
         self.regions: dict[tuple, Op] = {}  # form of a loop or branch -> the first
@@ -522,12 +523,7 @@ class _Numbering:
             self.views[found] = self.views.get(operands[0], as_read)
             numbers[op.results[0]] = found
         elif op.parent >= 0 and op.kind == "dynamic_slice":
-            # The iteration's slice of a stack, whatever the order of iteration.
-            stack = operands[0]
-            number = self.stacked.get(stack)
-            if number is None:
-                number = self.intern(("slice", stack, op.attributes))
-            numbers[op.results[0]] = number
+            numbers[op.results[0]] = self._sliced(op, operands)
         elif op.kind == "slice" and (piece := self._piece(op)) is not None:
             numbers[op.results[0]] = piece
         elif _is_opaque(op):
@@ -540,6 +536,16 @@ class _Numbering:
                 numbers[result] = self.intern(key)
             if op.kind == "concatenate":
                 self.joined[numbers[op.results[0]]] = op
+
+    def _sliced(self, op: Op, operands: tuple[int, ...]) -> int:
+        """Numbers an iteration's slice of a stack; a loop's other indices differ."""
+        stack, *at = operands
+        own = self.stacked.get(stack, self.intern(("slice", stack, op.attributes)))
+        is_other = (op.parent, own) in self.sliced
+        number = self.intern(("slice", own, *at)) if is_other else own
+        number = self.slices.setdefault((own, *at), number)
+        self.sliced.add((op.parent, number))
+        return number
 
     def _piece(self, op: Op) -> int | None:
         """Returns the value number of the joined operand that a slice is, or None."""
@@ -568,12 +574,8 @@ class _Numbering:
         """True if a reshape or broadcast only adds or drops dims of size 1."""
         source = self.program.shape(op.operands[0])
         target = self.program.shape(op.results[0])
-        if squeeze(source) != squeeze(target):
-            return False
-        if op.kind == "reshape":
-            return True
-        dims = op.integers("broadcast_dimensions")
-        return list(dims) == sorted(dims)
+        dims = list(op.integers("broadcast_dimensions"))  # [] for a reshape
+        return squeeze(source) == squeeze(target) and dims == sorted(dims)
 
     def _reshaped(
         self, number: int, source: tuple[int, ...], target: tuple[int, ...]

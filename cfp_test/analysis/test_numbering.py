@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cfp.analysis.contractions import number_values, squeeze
+from cfp.analysis.contractions import find_members, number_values, squeeze
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.support.checking import make_mesh
@@ -125,6 +125,24 @@ def test_a_backward_loop_reads_what_the_forward_loop_stacked():
     )
     assert weight.parent != forward.parent
     assert program.values[weight.results[0]].shape == (16, 16)
+
+
+def test_slices_of_a_stack_differ_by_their_index_in_a_loop():
+    def loss(w, x):
+        @jax.checkpoint
+        def body(x, i):
+            a, b, again = (x @ w[i] for i in (2 * i, 2 * i + 1, 2 * i))
+            return jnp.tanh(a) + jnp.sin(b) * jnp.cos(again), None
+
+        return jax.lax.scan(body, x, jnp.arange(3))[0].sum()
+
+    step = flatten_step(jax.grad(loss), (jnp.ones((6, 16, 16)), X))
+    program, _ = trace(step, MESH)
+    blocks = find_members(program, number_values(program))
+    # Each runs forward, and again in the backward pass. The first does twice as often.
+    runs = [sum(not one.derived for one in block) for block in blocks]
+    assert runs == [4, 2]
+    assert all(any(one.derived for one in block) for block in blocks)
 
 
 def test_rematerialised_values():

@@ -470,7 +470,7 @@ def trip_count(loop: ir.Operation) -> int | None:
 
     Reads loops in JAX's form of ``scan`` and ``fori_loop``. The body adds a step of at
     least 1 to a counter, the condition tests if the counter is below a limit, and
-    start, limit and step are constants.
+    start, limit and step are constants. The last sum must not overflow.
     """
     condition, body = (region.blocks[0] for region in loop.regions)
     test, after = owner_of(returned(loop.regions[0])[0]), returned(loop.regions[1])
@@ -490,7 +490,10 @@ def trip_count(loop: ir.Operation) -> int | None:
     start, end, step = map(_integer, (loop.operands[place], limit, *steps))
     if start is None or end is None or step is None or step < 1:
         return None
-    return max(0, -(-(end - start) // step))
+    trips = max(0, -(-(end - start) // step))
+    kind = ir.IntegerType(after[place].type.element_type)
+    most = 2 ** (kind.width - (not kind.is_unsigned)) - 1
+    return trips if start + trips * step <= most else None
 
 
 def returned(region: ir.Region) -> list[ir.Value]:
@@ -517,4 +520,4 @@ def _integer(value: ir.Value) -> int | None:
         return None
     numbers: Any = numbers_of(owner)
     is_one = isinstance(numbers, ir.DenseIntElementsAttr) and len(numbers) == 1
-    return int(numbers[0]) if is_one else None
+    return ir.IntegerAttr(numbers.get_splat_value()).value if is_one else None

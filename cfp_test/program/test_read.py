@@ -2,6 +2,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend.mlir import ir
 from jax.sharding import PartitionSpec as P
@@ -121,6 +122,35 @@ def test_trip_counts_follow_the_step_of_the_counter():
         return jax.lax.while_loop(lambda c: c[0] < 100, body, state)[1]
 
     assert repeats(read(step_first, X), "sine") == [5]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "start", "limit", "step", "trips"),
+    [
+        ("int8", 5, 28, 100, [1]),
+        ("int8", 5, 28, 127, None),
+        ("uint8", 253, 254, 2, [1]),
+        ("uint8", 105, 106, 255, None),
+        ("uint32", 2, 5, 2**32 - 1, None),
+        ("int4", 0, 7, 3, None),
+        ("int4", 0, 6, 3, [2]),
+    ],
+)
+def test_counters_that_overflow_have_no_trip_count(dtype, start, limit, step, trips):
+    """Their next value is below the limit again."""
+    of = np.dtype(dtype).type
+
+    def loop(x):
+        def body(c):
+            return c[0] + of(step), jnp.sin(c[1])
+
+        return jax.lax.while_loop(lambda c: c[0] < of(limit), body, (of(start), x))[1]
+
+    program = read(loop, X)
+    whiles = [op for op in program.ops if op.kind == "while"]
+    assert len(whiles) == (trips != [1])
+    assert any(op.uncounted for op in whiles) == (trips is None)
+    assert repeats(program, "sine") == (trips or [1])
 
 
 def test_trip_counts_that_are_not_known():

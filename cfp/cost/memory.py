@@ -75,10 +75,10 @@ def residuals(frame: Frame, ops: tuple[int, ...], remat: bool = False) -> Set[in
     made = [v for op in sorted(mine) for v in program.ops[op].results]
     if remat:
         inside = set(ops)
-        read = {
-            v for v in made if any(user not in inside for user, _ in program.users[v])
-        }
-        return read - makeable(program, read).keys()
+        read = {v for v in made if not {u for u, _ in program.users[v]} <= inside}
+        # A loop keeps its operands, such as a cast of parameters, while it runs.
+        entering = {v for loop in program.opened for v in program.ops[loop].operands}
+        return read - makeable(program, read - entering).keys()
     read_late = [v for v in made if any(user >= turn for user, _ in program.users[v])]
     found = {v for v in read_late if _feeds_heavy(program, v, turn)}
     # Other values are recomputed from values in memory, which must be kept.

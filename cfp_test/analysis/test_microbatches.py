@@ -11,7 +11,7 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import constraints, lay_out
 from cfp.analysis.presets import presets
 from cfp.analysis.segments import open_loops
-from cfp.cost.memory import accumulated_bytes, can_rematerialize
+from cfp.cost.memory import accumulated_bytes, can_rematerialize, residuals
 from cfp.cost.terms import Terms
 from cfp.models import build
 from cfp.profiling.collectives import KINDS, Rates
@@ -139,6 +139,23 @@ def test_the_step_computes_the_same(looped, preset, remat):
     compiled = lowering.lowered.compile()
     arrays = [jax.device_put(x, s) for x, s in zip(case.leaves, ins, strict=True)]
     assert differences(case, jax.tree.leaves(compiled(*arrays))) == {}
+
+
+def test_casts_in_front_of_the_loop_are_kept_if_rematerialized():
+    """They are the loop's operands, and no op in it makes them."""
+    make, half = step_of(2), jnp.bfloat16
+    step, (params, x) = make()
+
+    def cast_first(p, x):
+        return step(jax.tree.map(lambda w: w.astype(half), p), x.astype(half))
+
+    program, _ = trace(flatten_step(cast_first, (params, x), {}), make_mesh(SIZES))
+    analysis = analyze(program, SIZES)
+    assert analysis.frame.program.opened
+    layer = analysis.segments[1].ops
+    for again in (False, True):
+        found = residuals(analysis.frame, layer, again)
+        assert {"bf16[16,32]", "bf16[32,16]"} <= {str(program.values[v]) for v in found}
 
 
 def test_sharded_parameters_are_gathered_inside_of_the_loop(looped):

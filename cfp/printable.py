@@ -61,17 +61,18 @@ def one_line(text: str) -> str:
 def merged_name(names: Sequence[str]) -> str:
     """Merges names that differ in numbers into one: ``layer_0-3/mlp/up``.
 
+    Equal ranges in one name count together: ``layer_0-3/layers/0-3/up`` is four names.
     Names that do not merge become ``first ... last``.
     """
-    merged = merged_alike(names)
+    merged = merged_alike(names, is_paired=True)
     return merged[0] if len(merged) == 1 else f"{names[0]} ... {names[-1]}"
 
 
-def merged_alike(names: Sequence[str]) -> list[str]:
+def merged_alike(names: Sequence[str], *, is_paired: bool = False) -> list[str]:
     """Merges names that differ in numbers alone: ``layer_0-3/up``.
 
-    A merged name with several ranges means all their combinations. If a combination is
-    missing, the names stay apart.
+    A merged name with several ranges means all their combinations, or with `is_paired`
+    those of different ranges. If a combination is missing, the names stay apart.
     """
     alike: dict[str, dict[tuple[str, ...], str]] = {}
     for name in names:
@@ -79,12 +80,12 @@ def merged_alike(names: Sequence[str]) -> list[str]:
         alike.setdefault(_NUMBER.sub("#", name), {}).setdefault(numbers, name)
     merged: list[str] = []
     for group in alike.values():
-        columns = [dict.fromkeys(column) for column in zip(*group, strict=True)]
-        if prod(map(len, columns)) > len(group):
+        columns = [*zip(*group, strict=True)]
+        if prod(len({*c}) for c in ({*columns} if is_paired else columns)) > len(group):
             merged += group.values()
             continue
         spans = iter(
-            next(iter(c)) if len(c) == 1 else span_text([*map(int, c)]) for c in columns
+            c[0] if len({*c}) == 1 else span_text([*map(int, c)]) for c in columns
         )
         name = next(iter(group.values()))
         merged.append(_NUMBER.sub(lambda _, spans=spans: next(spans), name))
@@ -106,8 +107,7 @@ def distinct_ends(names: Sequence[str]) -> list[str]:
     for name in names:
         seen[name] += 1
         parts = name.split("/")
-        starts = range(len(parts) - 1, -1, -1)
-        tails = ["/".join(parts[start:]) for start in starts]
+        tails = ["/".join(parts[start:]) for start in reversed(range(len(parts)))]
         short = next((tail for tail in tails if ends[tail] == 1), name)
         found.append(f"{short} ({seen[name]})" if seen[name] > 1 else short)
     return found

@@ -26,7 +26,7 @@ from cfp.analysis.analyze import (
 from cfp.analysis.contractions import DimClasses, is_contraction, is_product
 from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out
-from cfp.analysis.roles import data_arguments
+from cfp.analysis.roles import axis_walk, data_arguments
 from cfp.analysis.segments import Segment, group_readers
 from cfp.analysis.storage import even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
@@ -429,7 +429,7 @@ def axis_roles(frame: Frame, op: Op, strategy: Strategy) -> tuple[AxisRole, ...]
     rule = op.rule
     assert rule is not None
     roles, weight = [], frame.blocks[frame.block_of[op.id]].weight
-    for (axis, _), choice in zip(frame.mesh, strategy, strict=True):
+    for (axis, size), choice in zip(frame.mesh, strategy, strict=True):
         if (factor := choice.inner) == NONE:
             continue
         scattered_dim = None if choice.exit == NONE else _result_dim(op, choice.exit)
@@ -442,7 +442,8 @@ def axis_roles(frame: Frame, op: Op, strategy: Strategy) -> tuple[AxisRole, ...]
         elif not is_product(op):
             role = Role.DIM
         elif len(op.operands) < 2 or len(holders) > 1:
-            role = Role.BATCH
+            batch = axis_walk(frame, "data", size)[frame.block_of[op.id]].inner
+            role = Role.BATCH if factor == batch else Role.DIM
         # Rows of a lookup's result are the dims of its indices. Rows of a product with
         # a parameter are the dims of the data.
         elif weight >= 0 and len(op.operands) == 2:

@@ -215,7 +215,7 @@ class Role(StrEnum):
     ROWS = "rows"
     COLUMNS = "columns"
     CONTRACTED = "contracted"
-    DIM = "dim"  # of an op that is neither a product nor a lookup
+    DIM = "dim"  # of another op, or of both operands and not the batch's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,13 +251,13 @@ class Detail(Enum):
 def roles_text(roles: Sequence[AxisRole], detail: Detail = Detail.SIZES) -> str:
     """Describes the roles of axes in a block: ``x: rows (dim 0, size 8)``.
 
-    Axes are joined by "; ". `Role.DIM` gives ``x: dim 0, size 8``. Without roles the
-    text is "replicated".
+    Axes are joined by "; ". `Role.DIM` gives ``x: dim 0, size 8``, or ``x: dim 0`` with
+    `Detail.DIMS`. Without roles the text is "replicated".
     """
     parts = []
     for one in roles:
         where = [] if one.role is Role.CONTRACTED else [f"dim {one.dim}"]
-        where += [f"size {one.size}"] if detail is Detail.SIZES else []
+        where += [f"size {one.size}"] if detail is not Detail.DIMS else []
         text = f"{one.axis}: {one.role}"
         if one.role is Role.DIM:
             text = f"{one.axis}: {', '.join(where)}"

@@ -28,7 +28,6 @@ STORAGE_WORDS = {
     Storage.INNER: "sharded along inner axes",
     Storage.LARGEST: "sharded along their largest dims",
 }
-_NONE_OF_ITS_OWN = "none of its own"
 STRATEGIES = "strategy", "strategies"  # for `cfp.printable.counted`
 SAME_MS = 0.0005  # Less does not show.
 ALL_SECONDS = "planning_seconds"
@@ -45,7 +44,7 @@ RESERVE_BYTES = "reserve_bytes"
 def storage_text(segment: PlanSegment) -> str:
     """Describes a segment's storage, kernels and rematerialization."""
     stored = segment.shown_storage
-    words = STORAGE_WORDS[stored] if stored else _NONE_OF_ITS_OWN
+    words = STORAGE_WORDS[stored] if stored else "none updated"
     words += ", those of another segment" if segment.shared else ""
     kernels = [kernels_text(segment.kernels)] if segment.kernels else []
     return ", ".join([words, *kernels, *[REMATERIALIZED] * segment.rematerialized])
@@ -53,9 +52,7 @@ def storage_text(segment: PlanSegment) -> str:
 
 def parameters_text(stored: str) -> str:
     """Adds a noun to a text of `storage_text`, such as ``parameters sharded``."""
-    if stored.startswith(_NONE_OF_ITS_OWN):
-        return f"no parameters{stored.removeprefix('none')}"
-    return f"parameters {stored}"
+    return f"parameters {stored}".replace("parameters none", "no parameters")
 
 
 def kernels_text(kernels: SegmentKernels) -> str:

@@ -395,6 +395,26 @@ def test_rows_are_those_of_the_data_in_either_order(order):
     assert texts == ["x: rows", "x: columns"]
 
 
+def test_a_factor_of_both_operands_is_a_batch_only_if_the_batch_has_it():
+    """Attention heads are a dim, with a size that says which."""
+
+    def step(w, x):
+        def loss(w):
+            heads = jnp.einsum("bsd,dhk->bshk", x, w)
+            return jnp.tanh(jnp.einsum("bqhk,bshk->bhqs", heads, heads)).mean()
+
+        return w - jax.grad(loss)(w)
+
+    frame = frame_of(step, (jnp.ones((32, 4, 16)), jnp.ones((8, 64, 32))))
+    [block] = [one for one in frame.blocks if one.weight < 0]
+    op = frame.program.ops[block.anchor]
+    texts = [
+        roles_text(axis_roles(frame, op, (AxisChoice(factor),)), Detail.ROLES)
+        for factor in (op.rule.results[0][0][0], op.rule.results[0][1][0])
+    ]
+    assert texts == ["x: batch", "x: dim 1, size 4"]
+
+
 def test_a_dim_of_an_op_without_products_is_only_a_dim():
     """An optimizer's weights have no batch, and another word is no other strategy."""
 
@@ -407,7 +427,7 @@ def test_a_dim_of_an_op_without_products_is_only_a_dim():
     assert op.rule is not None
     roles = axis_roles(frame, op, (AxisChoice(op.rule.results[0][1][0]),))
     texts = [roles_text(roles, detail) for detail in Detail]
-    assert texts == ["x: dim 1", "x: dim 1", "x: dim 1, size 32"]
+    assert texts == ["x: dim 1, size 32", "x: dim 1", "x: dim 1, size 32"]
     assert roles == tuple(replace(one, role=Role.BATCH) for one in roles)
 
 

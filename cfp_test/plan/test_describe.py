@@ -84,8 +84,8 @@ def test_a_head_tied_to_an_embedding_says_how_its_parameters_are_stored(tied):
     stored = storage_text(embedding)
     assert storage_text(head) == f"{stored}, those of another segment"
     assert cfp.Plan.from_json(json.loads(tied.to_json())).segments == tied.segments
-    assert storage_text(replace(head, shared=())) == "none of its own"
-    assert parameters_text("none of its own") == "no parameters of its own"
+    assert storage_text(replace(head, shared=())) == "none updated"
+    assert parameters_text("none updated") == "no parameters updated"
     assert parameters_text(stored) == f"parameters {stored}"
 
 

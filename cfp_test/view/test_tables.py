@@ -52,7 +52,8 @@ def test_segments_that_are_sharded_otherwise_stand_apart():
         (["a/b", "a/b"], "a/b"),
         (["a/b", "c/d"], "a/b ... c/d"),
         (["a_0/b_0", "a_0/b_1", "a_1/b_0", "a_1/b_1"], "a_0-1/b_0-1"),
-        (["a_0/b_0", "a_1/b_1"], "a_0/b_0 ... a_1/b_1"),
+        (["a_0/b_0", "a_1/b_1"], "a_0-1/b_0-1"),
+        (["a_0/b_1", "a_1/b_2"], "a_0/b_1 ... a_1/b_2"),
         (["layer_07"], "layer_07"),
     ],
 )

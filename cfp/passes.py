@@ -565,7 +565,7 @@ def _no_preset(
             f"Use {same!r}."
         )
     axes = [part.partition("=")[0] for part in name.split(",") if "=" in part]
-    text = f"There is no preset {name!r} for this program"
+    text = f"There is no preset {name!r}"
     if axes and here and axes != [axis for axis, _ in here]:
         mesh = ",".join(f"{axis}=2" for axis in axes)
         text = (

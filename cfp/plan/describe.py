@@ -64,7 +64,7 @@ from cfp.search.requests import constraints_of
 from cfp.search.solver import Problem
 
 _FUNCTION = re.compile(r"jit\((\w+)\)")
-_WORTH_NAMING = 0.01  # Share of the bytes of all ops' results.
+_WORTH_NAMING = 0.01  # Share of the bytes of all ops' results, or of the memory.
 
 _Move = tuple[str, tuple[str, ...], int]  # A collective's kind, axes and bytes.
 
@@ -203,10 +203,11 @@ def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
             yield from (found[i] for i in found if program.arg_names[i] not in named)
 
 
-def split_batches(layout: Layout) -> tuple[str, ...]:
+def split_batches(layout: Layout, peak_bytes: int = 0) -> tuple[str, ...]:
     """Lists whole batches that a reshape splits, with bytes to save: ``x (6.00 KiB)``.
 
     The plan shards the inner part of the first dim, and arguments only an outer one.
+    Below 1 % of `peak_bytes` a batch is left out.
     """
     program, mesh, found = layout.frame.program, layout.frame.mesh, list[str]()
     for position in data_arguments(layout.frame):
@@ -217,7 +218,7 @@ def split_batches(layout: Layout) -> tuple[str, ...]:
             if spec and any(spec[1:2]) and not (spec[0] or any(arg_spec)):
                 parts = program.values[op.results[0]].shape[:2]
                 size = batch.size_bytes - batch.size_bytes // spec_ways(spec, mesh)
-                if prod(parts) == batch.shape[0]:
+                if prod(parts) == batch.shape[0] and size >= _WORTH_NAMING * peak_bytes:
                     found.append(f"{name} ({format_bytes(size)})")
     return tuple(found)
 
@@ -602,7 +603,7 @@ def compose_plan(
         segments=plan_segments(analysis, winner.choice, problem),
         rows=rows,
         uneven=uneven_arguments(layout),
-        split=split_batches(layout),
+        split=split_batches(layout, outcome.peak_bytes or size or 0),
         pinned=tuple(sorted(frame.pins)),
         undonated=tuple(undonated),
         uncounted=describe_uncounted(program),

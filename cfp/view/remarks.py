@@ -87,11 +87,10 @@ def _estimates(plan: Plan) -> Values:
 
 def _undonated(plan: Plan) -> Values:
     size = plan.search.get("undonated_bytes", 0)
-    needed = plan.peak_bytes or plan.predicted_bytes or 0
-    if size <= _WORTH_DONATING * needed:
+    if size <= _WORTH_DONATING * (plan.peak_bytes or plan.predicted_bytes or 0):
         return ()
     roots = dict.fromkeys(plan.arg_names[i].split("/")[0] for i in plan.undonated)
-    return few([*roots]) or "it", format_bytes(size)
+    return format_bytes(size), few([*roots]) or "it"
 
 
 def _in_host(plan: Plan) -> Values:
@@ -239,8 +238,8 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (_estimates, "predictions are estimates{}"),
     (
         _undonated,
-        "the state is in memory twice: donate {} (donate_argnums, --donate) to free up "
-        "to {} on each device",
+        "the state is in memory twice at a step's end, {} each on each device: donate "
+        "{} (donate_argnums, --donate)",
     ),
     (words.budget_text, "{}"),
     (
@@ -251,13 +250,14 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (lambda plan: few(plan.uneven), "whole, since the mesh does not divide them: {}"),
     (
         lambda plan: few(plan.split),
-        "whole on each device, as a reshape puts consecutive rows into a part: {}; "
-        "x.reshape(-1, parts, ...).swapaxes(0, 1) saves this (docs/more-choices.md)",
+        "whole on each device, as a reshape puts consecutive rows into a microbatch: "
+        "{}; x.reshape(-1, parts, ...).swapaxes(0, 1) frees this much memory of each "
+        "device (docs/more-choices.md)",
     ),
     (
         lambda plan: few(plan.replicated_ops),
-        "ops that every device runs in full (% of the bytes that all ops make): {} "
-        "(see docs/kernels.md)",
+        "ops that every device runs in full, so more devices save no time there (% of "
+        "the bytes that all ops make): {} (docs/reading-plans.md)",
     ),
     (
         lambda plan: few(plan.figures.kernels) if plan.figures else (),

@@ -5,6 +5,7 @@ Texts are in `golden/`; `--update-golden` writes them anew.
 
 import re
 from dataclasses import replace
+from string import Formatter
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +31,11 @@ from cfp.profiling.record import MEMORY_SHARE
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.settings import NO_LATENCY_HIDING
-from cfp.view.remarks import remarks, unplanned_text
+from cfp.view.remarks import _REMARKS, precision_text, remarks, unplanned_text
+from cfp.view.rows import blocks_rows, race_rows, segments_of, variants_rows
 from cfp.view.text import explain_text, page_html, plan_text
 from cfp.view.words import VERIFIED, summary_line
+from cfp_test.cli.cli_runner import ROOT
 from cfp_test.support.checking import make_mesh
 from cfp_test.view.plans import RACE, Block, axis_role, layers, make_plan, row
 
@@ -223,6 +226,20 @@ def test_a_summary_divides_the_time_of_planning(golden):
     golden("summaries", {name: summary_line(plan) for name, plan in plans.items()})
 
 
+def test_the_guide_explains_each_remark_and_each_column():
+    page = " ".join((ROOT / "docs" / "reading-plans.md").read_text().split())
+    unfixed = {unplanned_text: "time was over", precision_text: "computed in FP8"}
+    for values_of, template in _REMARKS:
+        parts = [text for text, *_ in Formatter().parse(template)]
+        words = next((re.split("[:(,]", one)[0].strip() for one in parts if one), "")
+        words = unfixed.get(values_of, words)
+        assert words in page, template
+    plan = among(*BOTH, plan=make_plan(layers([0, 0]), RACE))
+    tables = blocks_rows(segments_of(plan)), variants_rows(plan), race_rows(plan)
+    for name in {name.strip() for one in tables for name in one.headings} - {""}:
+        assert f"*{name}*" in page or f'"{name}"' in page, name
+
+
 def test_variants_too_late_are_said_where_a_plan_is_saved(tmp_path):
     plan = SHORT["a variant too late"]
     saved, *said = save(plan, tmp_path / "plan.json")
@@ -312,6 +329,7 @@ STEPS = {
     "constraints of its own": (constrained, 2, (8, 8), (8, 8)),
     "uneven rows": (lambda w, x, y: ((x @ w).sum(), y @ w), 2, (8, 8), (7, 8), (6, 8)),
     "a batch split in order": (split_loss(False), 2, (8, 8), (8, 8)),
+    "a batch below 1 % of the memory": (split_loss(False), 2, (8, 2048), (8, 8)),
     "a batch split in turn": (split_loss(True), 2, (8, 8), (8, 8)),
     "a loop over rows": (over_rows, 2, (8, 8), (5, 1, 8)),
     "a loop that is sharded": (sharded_loop, 2, (8, 8), (4, 8)),

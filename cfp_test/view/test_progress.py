@@ -4,6 +4,7 @@ import io
 import math
 import threading
 from contextlib import redirect_stderr
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -50,6 +51,17 @@ def test_a_line_stands_at_each_beginning_and_every_half_minute():
         110: "cfp 1:50: compiling planned, 1 of 2",
         140: "cfp 2:20: compiling planned, 1 of 2",
     }
+
+
+def test_quiet_changes_no_other_setting():
+    """So quiet plans are searched for as long as others."""
+    settings = cfp.PlannerSettings(seconds=3.0)
+    with redirect_stderr(io.StringIO()):
+        found = []
+        for quiet in (True, False):
+            with shown(settings, "planning", "", quiet) as how:
+                found.append(how)
+    assert found[0] == settings == replace(found[1], progress=None) != found[1]
 
 
 def test_the_same_kind_of_work_is_one_phase():

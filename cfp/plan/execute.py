@@ -192,68 +192,65 @@ def made(
 
 
 def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
-    """Moves a batch from the host to the sharding of an argument of the step.
-
-    Args:
-        batch: a pytree of arrays, as :meth:`cfp.Plan.place` takes it.
-        argument: the argument's name; see :meth:`cfp.Plan.place`.
+    """Moves a batch to the sharding of an argument, as :meth:`cfp.Plan.place` says.
 
     Raises:
         PlanMismatch: no argument has this name or structure; a size or type differs.
     """
-    leaves, tree = tree_flatten_with_path(batch)
-    paths = [path_text(path) for path, _ in leaves]
+    entries, tree = tree_flatten_with_path(batch)
+    paths = [path_text(path) for path, _ in entries]
+    leaves = [x if isinstance(x, jax.Array) else np.asarray(x) for _, x in entries]
     known = by_argument(arguments.names)
     if argument is not None and argument not in known:
         raise PlanMismatch(
             f"The plan has no argument {argument!r} with arrays. "
             f"{known_names(argument, known)} Without argument=, plan.place takes the "
-            "first argument of the batch's structure."
+            "first argument of the batch's structure and shapes."
         )
     roots = [root for root in known if argument in (None, root)]
-    fits = [root for root in roots if [path for path, _ in known[root]] == paths]
-    exact = [root for root in fits if _same_shapes(arguments, known[root], leaves)]
+    columns = (zip(*known[root], strict=True) for root in roots)
+    fits = [places for found, places in columns if [*found] == paths]
     if not fits:
         raise PlanMismatch(
             f"The batch of {len(paths)} leaves, first {paths[:3]}, has the structure "
             "of none of these arguments. Pass one of them, whole: "
             f"{', '.join(roots)}."
         )
+    misfits = [_misfits(arguments, places, leaves) for places in fits]
+    exact = [places for places, wrong in zip(fits, misfits, strict=True) if not wrong]
+    if len(fits) > 1 and not exact:
+        raise _other_size(arguments, [wrong[0] for wrong in misfits])
     # Equal shapes may differ in type, as of labels and numbers.
-    typed = [root for root in exact if _same_types(arguments, known[root], leaves)]
-    root = (typed or exact or fits)[0]
-    pairs = zip(known[root], leaves, strict=True)
-    found = [_placed(arguments, i, leaf) for (_, i), (_, leaf) in pairs]
-    return tree_unflatten(tree, found)
+    types = [_type_of(leaf) for leaf in leaves]
+    own = [kind.partition("[")[0] for kind in arguments.types]
+    best = max(exact or fits, key=lambda places: types == [own[i] for i in places])
+    pairs = zip(best, leaves, strict=True)
+    return tree_unflatten(tree, [_placed(arguments, *pair) for pair in pairs])
 
 
-def _same_shapes(
-    arguments: Arguments, known: Sequence[tuple[str, int]], leaves: Sequence[Any]
-) -> bool:
-    shapes = {i: shape_of(arguments.types[i]) for _, i in known}
-    return all(
-        np.shape(leaf) in (shape, _part(arguments.sharding(i, len(shape)), shape))
-        for (_, leaf), (i, shape) in zip(leaves, shapes.items(), strict=True)
-    )
+def _misfits(
+    arguments: Arguments, places: Sequence[int], leaves: Sequence[Any]
+) -> list[tuple[int, Any]]:
+    """Returns (place, leaf) of leaves that are not whole, nor this process's part."""
+    return [
+        (i, leaf)
+        for i, leaf in zip(places, leaves, strict=True)
+        if leaf.shape not in (shape_of(arguments.types[i]), _part(arguments, i))
+    ]
 
 
-def _same_types(
-    arguments: Arguments, known: Sequence[tuple[str, int]], leaves: Sequence[Any]
-) -> bool:
-    def type_of(leaf: Any) -> str:
-        if isinstance(leaf, jax.Array):
-            return str(leaf.dtype)
-        return str(jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
-
-    types = [arguments.types[i].partition("[")[0] for _, i in known]
-    return types == [type_of(leaf) for _, leaf in leaves]
+def _type_of(leaf: Any) -> str:
+    """Returns a leaf's dtype in JAX, which may store NumPy's 64-bit types in 32."""
+    is_placed = isinstance(leaf, jax.Array)
+    return str(leaf.dtype if is_placed else jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
-def _part(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of the part of an array on this process's devices."""
-    pieces = sharding.addressable_devices_indices_map(shape).values()
+def _part(arguments: Arguments, i: int) -> tuple[int, ...]:
+    """Returns the shape of the part of leaf `i` on this process's devices."""
+    shape = shape_of(arguments.types[i])
+    pieces = arguments.sharding(i, len(shape)).addressable_devices_indices_map(shape)
     ranges = [
-        {piece[dim].indices(size)[:2] for piece in pieces if piece is not None}
+        {piece[dim].indices(size)[:2] for piece in pieces.values() if piece is not None}
         for dim, size in enumerate(shape)
     ]
     return tuple(sum(end - start for start, end in found) for found in ranges)
@@ -262,30 +259,31 @@ def _part(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _placed(arguments: Arguments, i: int, leaf: Any) -> jax.Array:
     """Places a batch's leaf: a whole array, or this process's part in NumPy."""
     dtype, shape = arguments.types[i].partition("[")[0], shape_of(arguments.types[i])
-    sharding = arguments.sharding(i, len(shape))
-    if isinstance(leaf, jax.Array):
-        if leaf.shape != shape or str(leaf.dtype) != dtype:
-            raise _other_size(arguments, i, leaf)
+    sharding, is_placed = arguments.sharding(i, len(shape)), isinstance(leaf, jax.Array)
+    if _type_of(leaf) != dtype or (is_placed and leaf.shape != shape):
+        raise _other_size(arguments, [(i, leaf)])
+    if is_placed:
         return put(leaf, sharding)
-    part = np.asarray(leaf)
-    # JAX stores NumPy's 64-bit types in 32 bits, unless configured otherwise.
-    if jax.dtypes.canonicalize_dtype(part.dtype) != dtype:
-        raise _other_size(arguments, i, part)
+    part = leaf.astype(dtype, copy=False)
     try:
-        return jax.make_array_from_process_local_data(
-            sharding, part.astype(dtype, copy=False), shape
-        )
+        return jax.make_array_from_process_local_data(sharding, part, shape)
     except ValueError as error:
-        raise _other_size(arguments, i, part) from error
+        raise _other_size(arguments, [(i, leaf)]) from error
 
 
-def _other_size(arguments: Arguments, i: int, leaf: Any) -> PlanMismatch:
-    many = jax.process_count() > 1
-    return PlanMismatch(
-        f"The array for {arguments.names[i]} is {type_text(leaf)}; the plan expects "
-        f"{'the part of this process of ' * many}{arguments.types[i]}. Pass a "
-        "batch of the planned size, or plan again."
-    )
+def _other_size(arguments: Arguments, tried: Sequence[tuple[int, Any]]) -> PlanMismatch:
+    """Returns the error that names the tried leaves (place, leaf of the batch)."""
+    remedy, found = "Pass a batch of the planned size, or plan again.", []
+    here = " in this process" * (jax.process_count() > 1)
+    for i, leaf in tried:
+        name, kind, part = arguments.names[i], arguments.types[i], _part(arguments, i)
+        type_here = kind.partition("[")[0] + f"[{','.join(map(str, part))}]"
+        found.append(f"{type_here} for {name}{here}, not {type_text(leaf)}")
+        is_rows = leaf.shape < part == shape_of(kind) and leaf.shape[1:] == part[1:]
+        if here and is_rows:
+            pins = {name: arguments.mesh.axis_names[0]}
+            remedy = f"The plan leaves {name} whole: pass all rows, or set {pins=}."
+    return PlanMismatch(f"The plan expects {'; '.join(found)}. {remedy}")
 
 
 @dataclass(frozen=True, slots=True)

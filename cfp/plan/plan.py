@@ -405,7 +405,7 @@ class Plan:
             batch: an argument of the step, as a pytree of arrays. With several
                 processes, NumPy arrays are the parts for a process's own devices.
             argument: the argument's name; by default the first with the batch's
-                structure, preferably also its shapes.
+                structure and shapes.
 
         Raises:
             PlanMismatch: the batch fits no argument, or has other sizes or types.

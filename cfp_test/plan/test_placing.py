@@ -80,12 +80,16 @@ def test_an_argument_is_known_by_its_shape_or_name(plan):
         (
             np.ones(3, np.float32),
             None,
-            r"is float32\[3\]; the plan expects float32\[4,4\]",
+            r"\[4,4\] for w, not float32\[3\]; float32\[\] for scale, not float32\[3\]",
         ),
-        (np.ones((4, 4), int), "w", r"w is int64\[4,4\]"),
-        (jnp.ones(3), None, r"is float32\[3\]"),
-        (jnp.ones((4, 4), int), "w", r"w is int32\[4,4\]"),
-        ({**host_batch(), "x": np.ones((6, 4))}, None, r"float32\[8,4\]"),
+        (np.ones((4, 4), int), "w", r"w, not int64\[4,4\]"),
+        (jnp.ones(3), None, r"not float32\[3\]"),
+        (jnp.ones((4, 4), int), "w", r"w, not int32\[4,4\]"),
+        (
+            {**host_batch(), "x": np.ones((6, 4))},
+            None,
+            r"float32\[8,4\] for batch/x, not float64\[6,4\]\. Pass a",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(plan, batch, argument, reason):
@@ -124,6 +128,8 @@ import sys
 import jax, numpy as np
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[1]))
+from dataclasses import replace
+from cfp import PlanMismatch
 from cfp.plan.execute import Arguments, placed
 mesh = jax.make_mesh((4,), ("x",))
 types, specs = ("float32[8]", "float32[3]"), ((("x",),), ((),))
@@ -133,7 +139,25 @@ batch = placed(known, np.arange(4, dtype=np.float32) + 4 * me, "batch")
 w = placed(known, np.ones(3, np.float32), "w")
 mine = sorted(float(n) for shard in batch.addressable_shards for n in shard.data)
 print(batch.shape, mine, w.shape, float(jax.jit(lambda b: (b * b).sum())(batch)))
+for one, rows in ((known, 5), (replace(known, specs=(((),), ((),))), 4)):
+    for argument in (None, "batch"):
+        try:
+            placed(one, np.ones(rows, np.float32), argument)
+        except PlanMismatch as error:
+            print(error)
 """
+
+
+SIZE = "Pass a batch of the planned size, or plan again."
+ROWS = "The plan leaves batch whole: pass all rows, or set pins={'batch': 'x'}."
+REFUSED = [
+    f"The plan expects {expected}{other}. {remedy}"
+    for expected, last, remedy in (
+        ("float32[4] for batch in this process, not float32[5]", 5, SIZE),
+        ("float32[8] for batch in this process, not float32[4]", 4, ROWS),
+    )
+    for other in (f"; float32[3] for w in this process, not float32[{last}]", "")
+]
 
 
 def test_each_process_passes_its_part():
@@ -155,7 +179,9 @@ def test_each_process_passes_its_part():
     ended = [one.communicate(timeout=GUARD_SECONDS) for one in started]
     parts = ["[0.0, 1.0, 2.0, 3.0]", "[4.0, 5.0, 6.0, 7.0]"]
     for (out, err), part in zip(ended, parts, strict=True):
-        assert out.splitlines()[-1] == f"(8,) {part} (3,) 140.0", err
+        first, *refused = out.splitlines()[-5:]
+        assert first == f"(8,) {part} (3,) 140.0", err
+        assert refused == REFUSED
 
 
 def test_too_few_virtual_devices_say_how_to_have_more():

@@ -187,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
         "--extra",
         action="append",
         default=[],
-        help="of cfp, beside models: report, dev; may be given several times",
+        help="of cfp, beside models: cluster, dev; may be given several times",
     )
     add(
         "--requirement",

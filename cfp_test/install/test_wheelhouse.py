@@ -3,10 +3,12 @@
 import ensurepip
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -101,6 +103,16 @@ def test_the_seed_command_means_cuda(tmp_path, capsys):
     words = ["--enable_cuda", "--dev_install", "--architecture", "s390x"]
     assert build.main(words) == 2
     assert "no wheels for s390x" in capsys.readouterr().err
+
+
+def test_the_help_names_extras_that_exist(capsys):
+    with pytest.raises(SystemExit):
+        build.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    offered = re.search(r"of cfp, beside (.*?); may be given", text)[1]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = set(re.split("[:,] ", offered))
+    assert len(extras) > 2 and extras <= project["optional-dependencies"].keys()
 
 
 def test_each_accelerator_has_constraints():

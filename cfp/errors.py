@@ -41,12 +41,10 @@ def known_names(
       name: the unknown name; a similar known name, if any, is suggested.
       aliases: {other word: known name}.
     """
-    by_plain = {_plain(one): one for one in known}
-    other = (aliases or {}).get(_plain(name))
+    plain, by_plain = plain_name(name), {plain_name(one): one for one in known}
+    other = (aliases or {}).get(plain)
     near = [other] if other in by_plain.values() else []
-    near = near or [
-        by_plain[one] for one in get_close_matches(_plain(name), by_plain, 1, 0.5)
-    ]
+    near = near or [by_plain[one] for one in get_close_matches(plain, by_plain, 1, 0.5)]
     names = [*by_plain.values()]
     first = names if len(names) <= _MOST_NAMES else names[:_FEW_NAMES]
     more = f" and {len(names) - len(first)} more" * (len(names) > len(first))
@@ -54,7 +52,8 @@ def known_names(
     return f"Did you mean {near[0]!r}? {listed}" if near else listed
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Returns a name as names are compared: lower case, ``_`` for ``-``."""
     return name.lower().lstrip("-").replace("-", "_")
 
 

@@ -34,10 +34,11 @@ from cfp.analysis.presets import (
     preset,
     presets,
 )
+from cfp.analysis.roles import has_experts
 from cfp.context import PlanContext, PlannerSettings, open_context
 from cfp.cost.costs import Costs
 from cfp.cost.described import DescribedMesh, slice_of
-from cfp.errors import OptionError, known_names
+from cfp.errors import OptionError, known_names, plain_name
 from cfp.printable import mesh_text, parse_bytes
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.collectives import Rates, known_rates, measure_rates
@@ -552,17 +553,19 @@ def _no_preset(
     name: str, known: Mapping[str, Choice], analysis: Analysis
 ) -> OptionError:
     here = analysis.frame.mesh
-    own = ALIASES.get(name, name)
+    own = ALIASES.get(plain_name(name), plain_name(name))
     if own in PRESETS and own not in known:
         role, storage = PRESETS[own]
         alike = preset(analysis.frame, (role,) * len(here), storage)
-        same = next(other for other, choice in known.items() if choice == alike)
+        same = next((n for n, one in known.items() if one == alike), REPLICATED)
         why = "it finds nothing of its own to shard"
         if storage is Storage.INNER:
             why = "the mesh has no axis within hosts beside one from host to host"
+        elif role == "expert" and not has_experts(analysis.frame):
+            why = "the program has no experts"
         return OptionError(
             f"The preset {own!r} shards this program as {same!r} does, since {why}. "
-            f"Use {same!r}."
+            f"Use {same!r}. {known_names('', known)}"
         )
     axes = [part.partition("=")[0] for part in name.split(",") if "=" in part]
     text = f"There is no preset {name!r}"

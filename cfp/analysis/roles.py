@@ -63,7 +63,7 @@ def axis_walk(
     """
     if role not in ROLES:
         raise ValueError(f"unknown role {role!r}; the roles are {', '.join(ROLES)}")
-    if role == "expert" and not _has_experts(frame):
+    if role == "expert" and not has_experts(frame):
         return axis_walk(frame, "data", axis_size, dim)
     if role in ("tensor", "sequence"):
         whole: frozenset[int] = frozenset()
@@ -141,7 +141,7 @@ def _settled(frame: Frame, role: str, size: int, marks: Mapping[int, Ranks]) -> 
         known = found
 
 
-def _has_experts(frame: Frame) -> bool:
+def has_experts(frame: Frame) -> bool:
     """True if a block multiplies by a weight with a batch dim, such as experts."""
     weight, ops = made_of_parameters(frame), frame.program.ops
     anchors = [ops[block.anchor] for block in frame.blocks]

@@ -78,6 +78,12 @@ def test_on_one_device_each_preset_is_the_step_itself(name):
         cfp.plan(STEP_FN, *SHAPES, mesh=mesh, preset="x=rows", settings=quick)
 
 
+@pytest.mark.parametrize("name", ["FSDP", "ddp"])
+def test_on_one_device_other_names_lead_to_its_one_preset(name):
+    with pytest.raises(cfp.OptionError, match=r"There are: replicated\.$"):
+        cfp.plan(STEP_FN, *SHAPES, mesh=make_mesh((("x", 1),)), preset=name)
+
+
 def test_on_one_device_kernels_and_host_memory_are_chosen():
     fn, args = build("gpt", layers=2)
     one = cfp.described("1xh100")

@@ -137,7 +137,10 @@ OTHER_STEPS = {
         lambda w, x: jax.tree.map(lambda leaf: leaf * 2, train_step(w, x)), W, X
     ),
 }
-PRESETS = "fsdp FSDP zero3 zero-3 ddp tp tensor_paralel qqqq expert_parallel".split()
+PRESETS = (
+    "fsdp FSDP zero3 zero-3 ddp tp tensor_paralel qqqq "
+    "expert_parallel ep EP Expert-Parallel hsdp HSDP"
+).split()
 CASES = {
     **{f"preset {name}": bad_preset(name) for name in PRESETS},
     "a setting that is not there": lambda *_: cfp.PlannerSettings(perkind=3),

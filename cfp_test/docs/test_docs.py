@@ -1,11 +1,13 @@
 """Everything that the README and docs/ show must exist, and run."""
 
+import builtins
 import re
 import shlex
 import subprocess
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
+from symtable import symtable
 
 import pytest
 
@@ -161,19 +163,29 @@ def step(state, batch):
 w = jnp.ones((4, 4))
 args = {"router": w, "layers": [{"w": w}]}, w
 """
-_PLAN = "cfp.plan(step, *args, mesh=mesh, preset='zero1')"
-_EXPORT = f"{_PLAN}.export('step.jax')\n"
+# cfp makes the mesh, as a command does.
+_EXPORT = "cfp.plan(step, *args, preset='zero1').export('step.jax')\n"
 _TRAIN = "train(train_step, lambda key: state, [batch] * 2, args)\n"
 # JAX is one process here, and finds no others.
 _ALONE = "cfp.join = lambda: None\n"
+_MODELS = """
+import jax, jax.numpy as jnp
+from flax import linen, nnx
+x = jnp.ones((2, 8))
+model = nnx.Sequential(nnx.RMSNorm(8, rngs=nnx.Rngs(0)))
+linen_model = linen.LayerNorm()
+variables = linen_model.init(jax.random.key(0), x)
+"""
 # (page, words of the block) -> what goes before it, and after it.
 AROUND = {
     ("fp8.md", "cfp.parallelize"): (_STEP, ""),
     ("fp8.md", "-*/router"): (_ROUTER, ""),
+    ("operators.md", "injection("): (_MODELS, ""),
     ("planning-ahead.md", "cfp.described"): (_STEP, ""),
     ("reading-plans.md", "step.jax"): (_STEP + _EXPORT, ""),
     ("troubleshooting.md", "miscompile_reason"): (_STEP, ""),
     ("several-hosts.md", "cfp.join()"): (_STEP + _ALONE, _TRAIN),
+    ("tpu.md", "v5e:16x16"): (_STEP, ""),
 }
 # Of the blocks that run here those that take a preset, or plan little, are quick.
 QUICK = (
@@ -217,6 +229,32 @@ def programs() -> list:
                 )
             )
     return found
+
+
+def unbound(program: str) -> set[str]:
+    """Names that a program reads and nowhere binds, imports or has as builtins."""
+    scopes = [symtable(program, "program", "exec")]
+    for scope in scopes:
+        scopes += scope.get_children()
+    symbols = [(scope is scopes[0], s) for scope in scopes for s in scope.get_symbols()]
+    bound = {
+        s.get_name()
+        for is_outer, s in symbols
+        if (is_outer or s.is_declared_global()) and (s.is_assigned() or s.is_imported())
+    }
+    read = {s.get_name() for _, s in symbols if s.is_global() and s.is_referenced()}
+    return read - bound - {*vars(builtins)}
+
+
+def test_a_name_that_is_nowhere_bound_is_found():
+    text = "import a.b\ndef f(x):\n    return [a.c + y(x, z) for z in len(w)]\n"
+    assert unbound(text) == {"y", "w"} and unbound(text + "w, y = f(1)") == set()
+
+
+def test_python_blocks_bind_all_their_names():
+    """The quick part of `test_python_blocks_run`, for blocks that run nightly, too."""
+    found = {one.id: unbound(one.values[0]) for one in programs()}
+    assert len(found) > 20 and {key: x for key, x in found.items() if x} == {}
 
 
 @pytest.mark.parametrize("program", programs())

@@ -396,7 +396,7 @@ def test_on_other_devices_no_run_is_given_up(verified, ahead, tmp_path, monkeypa
     limits = []
 
     def race(builder, programs, rounds):
-        limits.append(builder.options.limits.run_seconds)
+        limits.append(builder.context.measure.limits.run_seconds)
         raise CfpError("seen")
 
     monkeypatch.setattr(sys.modules[verify.__module__], "race_programs", race)

@@ -41,11 +41,16 @@ def known_names(
       name: the unknown name; a similar known name, if any, is suggested.
       aliases: {other word: known name}.
     """
-    plain, by_plain = plain_name(name), {plain_name(one): one for one in known}
+    names, plain = [*known], plain_name(name)
+    by_plain = {  # Of paths the ends, too; the shortest path of an end counts.
+        plain_name("/".join(one.split("/")[start:])): one
+        for one in sorted(names, key=len, reverse=True)
+        for start in range(one.count("/") + 1)
+    }
     other = (aliases or {}).get(plain)
-    near = [other] if other in by_plain.values() else []
-    near = near or [by_plain[one] for one in get_close_matches(plain, by_plain, 1, 0.5)]
-    names = [*by_plain.values()]
+    close = get_close_matches(plain, by_plain, _FEW_NAMES, 0.5)
+    near = [other] if other in names else [by_plain[one] for one in close]
+    names = [*dict.fromkeys([*near, *names] if len(names) > _MOST_NAMES else names)]
     first = names if len(names) <= _MOST_NAMES else names[:_FEW_NAMES]
     more = f" and {len(names) - len(first)} more" * (len(names) > len(first))
     listed = f"There are: {', '.join(first) or 'none'}{more}."

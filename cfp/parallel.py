@@ -33,6 +33,7 @@ from cfp.profiling.store import store_path
 from cfp.program.jaxprs import trace_context_key
 from cfp.program.step import FlatStep, flatten_step
 from cfp.view.console import shown
+from cfp.view.words import PINNED_BY_FIRST
 
 # Options that decide a plan, which a saved plan excludes.
 _DECIDES = {"memory_budget", "pins", "preset", "choose", "precision"}
@@ -320,5 +321,7 @@ class ParallelStep:
         if not options.get("preset") and jax.process_count() == 1:
             alike = options | {"pins": {**(options.get("pins") or {}), **pins}}
             with suppress(MemoryBudgetError):
-                return find(mesh=first.mesh, **alike)
+                found = find(mesh=first.mesh, **alike)
+                more = {PINNED_BY_FIRST: len(pins)}
+                return replace(found, search={**found.search, **more})
         return find(mesh=first.mesh, **options)

@@ -275,7 +275,8 @@ def resolve_pins(
         ]
         if not matches:
             known = known_names(pattern, [_like(name, pattern) for name in names])
-            raise CfpError(f"The pin {pattern!r} matches no argument. {known}")
+            more = "`cfp analyze TARGET --json` lists all arguments."
+            raise CfpError(f"The pin {pattern!r} matches no argument. {known} {more}")
         spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
         spec = PartitionSpec(spec) if isinstance(spec, str) else spec
         for position in matches:
@@ -288,7 +289,7 @@ def _like(name: str, pattern: str) -> str:
     parts = pattern.split("/")
     ends = name.removesuffix("/value").split("/")[-len(parts) :]
     if "*" not in pattern or len(ends) < len(parts):
-        return name
+        return name.removesuffix("/value")
     pairs = zip(parts, ends, strict=True)
     return "/".join(part if "*" in part else end for part, end in pairs)
 

@@ -305,25 +305,10 @@ class PlanSegment:
     shared: tuple[StoredParameter, ...] = ()
 
     @property
-    def storage(self) -> Storage | None:
-        """Most frequent storage of the segment's own parameters; None without any."""
-        return _most(self.parameters)
-
-    @property
     def shown_storage(self) -> Storage | None:
         """Most frequent storage of own, else of shared parameters; None without any."""
-        return _most(self.parameters or self.shared)
-
-    @property
-    def alike(self) -> tuple[Any, ...]:
-        """Key to group segments: kind, shown storage, rematerialization, kernels."""
-        return self.kind, self.shown_storage, self.rematerialized, self.kernels
-
-
-def _most(parameters: Sequence[StoredParameter]) -> Storage | None:
-    """Returns the most frequent storage, the first of a tie; None for ()."""
-    modes = [one.storage for one in parameters]
-    return max(dict.fromkeys(modes), key=modes.count, default=None)
+        modes = [one.storage for one in self.parameters or self.shared]
+        return max(dict.fromkeys(modes), key=modes.count, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

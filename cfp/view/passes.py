@@ -49,6 +49,7 @@ def analysis_data(analysis: Analysis, seconds: float) -> dict[str, Any]:
             for block in analysis.frame.blocks
         ],
         "segments": segment_records(analysis),
+        "arguments": list(program.arg_names),
         "opaque_ops": list(opaque_lines(program))[1:],
     }
 

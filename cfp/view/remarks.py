@@ -57,10 +57,6 @@ def _nothing_sharded(plan: Plan) -> Values:
     return what, str(devices), "".join(others)
 
 
-def _loops(plan: Plan) -> Values:
-    return few([text for text in plan.uncounted if text.startswith("while")])
-
-
 def _branches(plan: Plan) -> Values:
     """Returns (text on branches' times or "", branches); () without branches."""
     texts = [text for text in plan.uncounted if not text.startswith("while")]
@@ -98,12 +94,19 @@ def _in_host(plan: Plan) -> Values:
         return ()
     search, parts = plan.search, [f"{len(plan.in_host)} arguments"]
     if (size := search.get("host_bytes")) is not None:
-        size_text = format_bytes(round(size))
-        parts += [f"{size_text} a device, else no plan fits"]
+        parts += [f"{format_bytes(round(size))} a device, else no plan fits"]
     if (moved_ms := search.get("host_ms")) is not None:
         parts.append(f"moves take {moved_ms:.3f} ms of each step, estimated")
     names = few(merged_alike([plan.arg_names[i] for i, _ in plan.in_host]))
     return f"{'; '.join(parts)} ({names})"
+
+
+def _pinned(plan: Plan) -> Values:
+    """Returns (source, arguments); () without pins."""
+    names = few(merged_alike([plan.arg_names[i] for i in plan.pinned]))
+    by_first = words.PINNED_BY_FIRST in plan.search
+    source = "as in the step's first plan" if by_first else "by pins= (--pin)"
+    return (source, names) if names else ()
 
 
 _RINGS = {"ring", "zigzag"}
@@ -231,7 +234,7 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (_undivided, "{} devices do not divide the batch of {}: some repeat work"),
     (lambda plan: "; ".join(plan.site_checks), "{}"),
     (
-        _loops,
+        lambda plan: few([one for one in plan.uncounted if one.startswith("while")]),
         "loops of unknown length, counted as one iteration, in predictions too: {}",
     ),
     (_branches, "{}predictions count all branches: {}"),
@@ -242,10 +245,7 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
         "{} (donate_argnums, --donate)",
     ),
     (words.budget_text, "{}"),
-    (
-        lambda plan: few(merged_alike([plan.arg_names[i] for i in plan.pinned])),
-        "pinned, by pins=, --pin or the step's first plan: {}",
-    ),
+    (_pinned, "pinned in all candidates, {}: {}"),
     (_in_host, "in host memory between steps: {}"),
     (lambda plan: few(plan.uneven), "whole, since the mesh does not divide them: {}"),
     (

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
-from cfp.plan.parts import MoveFigure, PlanRow, PlanSegment, roles_text
+from cfp.plan.parts import MoveFigure, PlanRow, roles_text
 from cfp.plan.plan import Plan
 from cfp.printable import counted, format_bytes, merged_name, span_text
 from cfp.profiling.runner import interquartile_range
@@ -82,9 +82,11 @@ def segments_of(plan: Plan) -> tuple[SegmentView, ...]:
     Segments of one kind are alike if all their choices are equal.
     """
     parts = [[*rows] for _, rows in groupby(plan.rows, key=lambda row: row.segment)]
+    segments = [plan.segments[rows[0].segment] for rows in parts]
+    texts = [words.storage_text(segment, plan.pinned) for segment in segments]
     marks = [
-        (plan.segments[rows[0].segment].alike, *((r.op, r.strategy) for r in rows))
-        for rows in parts
+        (segment.kind, text, *((row.op, row.strategy) for row in rows))
+        for segment, text, rows in zip(segments, texts, parts, strict=True)
     ]
     first = {row.name.partition("/")[0] for row in plan.rows}
     has_one = len(first) == 1 and all("/" in row.name for row in plan.rows)
@@ -94,12 +96,11 @@ def segments_of(plan: Plan) -> tuple[SegmentView, ...]:
         period, count = _longest_repeat(marks, at)
         for place in range(at, at + period):
             twins = parts[place : at + period * count : period]
-            segment: PlanSegment = plan.segments[twins[0][0].segment]
             found.append(
                 SegmentView(
                     indices=tuple(rows[0].segment for rows in twins),
-                    parameters=words.storage_text(segment),
-                    time_ms=segment.time_ms,
+                    parameters=texts[place],
+                    time_ms=segments[place].time_ms,
                     blocks=tuple(
                         _block(column, prefix) for column in zip(*twins, strict=True)
                     ),

@@ -321,9 +321,9 @@ def _facts(plan: Plan) -> dict[str, str]:
     for row in plan.rows:
         seen[row.name] += 1
         again = f" ({seen[row.name]})" if seen[row.name] > 1 else ""
-        stored = words.parameters_text(words.storage_text(plan.segments[row.segment]))
-        sharded = roles_text(row.strategy, Detail.DIMS)
-        found[f"block {row.name}{again}"] = f"{sharded}; {stored}"
+        stored = words.storage_text(plan.segments[row.segment], plan.pinned)
+        parts = roles_text(row.strategy, Detail.DIMS), words.parameters_text(stored)
+        found[f"block {row.name}{again}"] = "; ".join(parts)
     for one in merged_moves(move for row in plan.rows for move in row.moves):
         name = f"collective {one.kind} over {','.join(one.axes)}"
         found[name] = format_bytes(one.total_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -37,14 +37,18 @@ NONE_CAN = "no kernel that may be used can compute it"
 # of the verifying devices.
 VERIFIED, WAS_DESCRIBED = "verified", "was_described"
 OTHER_DEVICES = "other_devices"
-# Entry of `Plan.search`: bytes of the memory budget reserved for the allocator.
-RESERVE_BYTES = "reserve_bytes"
+# Entries of `Plan.search`: bytes reserved for the allocator; pins by the first plan.
+RESERVE_BYTES, PINNED_BY_FIRST = "reserve_bytes", "pinned_by_first"
 
 
-def storage_text(segment: PlanSegment) -> str:
-    """Describes a segment's storage, kernels and rematerialization."""
-    stored = segment.shown_storage
+def storage_text(segment: PlanSegment, pinned: Collection[int] = ()) -> str:
+    """Describes a segment's storage, pins, kernels and rematerialization."""
+    stored, count = segment.shown_storage, len(segment.parameters)
     words = STORAGE_WORDS[stored] if stored else "none updated"
+    if given := sum(one.argument in pinned for one in segment.parameters):
+        further = ", update sharded" * (stored is not Storage.USED)
+        words = f"{words}, {given} of {count} pinned"
+        words = f"pinned{further}" if given == count else words
     words += ", those of another segment" if segment.shared else ""
     kernels = [kernels_text(segment.kernels)] if segment.kernels else []
     return ", ".join([words, *kernels, *[REMATERIALIZED] * segment.rematerialized])

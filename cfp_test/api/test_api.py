@@ -134,6 +134,8 @@ def test_a_smaller_last_batch_leaves_the_state_where_it_is(mesh, cache):
     assert "The mesh does not divide batch/x (6 over x=4)" in texts[1]
     first, second = step.plans
     assert step.plan is first
+    assert "pinned in all candidates, by pins= (--pin): " in str(first)
+    assert "pinned in all candidates, as in the step's first plan: " in str(second)
     assert first.arg_specs[: len(where)] == second.arg_specs[: len(where)]
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == where
     for one in (batch, last):
@@ -488,7 +490,7 @@ def test_pins_are_kept_exactly(quick):
     ends = "up/kernel", "down/kernel", "down/bias", "batch/x"
     named = [name for name in plan.arg_names if name.endswith(ends)]
     assert [plan.arg_names[i] for i in plan.pinned] == named
-    assert "pinned, by pins=, --pin or the step's first plan: " in repr(plan)
+    assert "pinned in all candidates, by pins= (--pin): " in repr(plan)
     real = plan.init(init, jax.random.key(0)), make_batch(jax.random.key(1))
     expected = jax.jit(train_step)(init(jax.random.key(0)), real[1])
     assert_same(plan.apply(train_step)(*real), expected)
@@ -519,6 +521,8 @@ def test_a_string_is_one_axis_and_a_whole_path_is_one_argument(mesh, cache):
         ("net/up/kernel/value", "net/*/kernle", "net/*/kernel"),
         ("params/layer_1/kernel", "parms/layer_*/kernel", "params/layer_*/kernel"),
         ("w/up", "w/upp", "w/up"),
+        ("state/params/embed", "embd", "state/params/embed"),
+        ("net/up/kernel/value", "kernl", "net/up/kernel"),
     ],
 )
 def test_a_hint_keeps_the_wildcard(quick, path, pattern, hint):
@@ -536,6 +540,7 @@ def test_a_hint_keeps_the_wildcard(quick, path, pattern, hint):
     with pytest.raises(cfp.CfpError, match="matches no argument") as refused:
         quick(step, tree, pins={pattern: jax.P("x")})
     assert f"Did you mean {hint!r}?" in str(refused.value)
+    assert "`cfp analyze TARGET --json` lists all" in str(refused.value)
 
 
 def test_the_end_of_nnxs_variables_may_be_left_out():

@@ -158,6 +158,7 @@ def test_looking_at_a_program_takes_no_measurements(folder):
     assert not list(folder.glob("look/*.sqlite"))
     found = json.loads(analysed_json.out)
     assert [len(s["strategies"]) for s in found["segments"]] == [2]
+    assert {"x"} < {name.split("/")[0] for name in found["arguments"]}
     # Forward, and both gradients but that of the data.
     assert found["flops"] == flops
     assert "This is no JSON." in analysed_json.err

@@ -80,13 +80,17 @@ def test_a_head_tied_to_an_embedding_says_how_its_parameters_are_stored(tied):
     """They belong to the segment of the embedding."""
     embedding, *_, head = tied.segments
     assert not head.parameters and head.shared[0] in embedding.parameters
-    assert head.storage is None and head.shown_storage is head.shared[0].storage
+    assert not head.parameters and head.shown_storage is head.shared[0].storage
     stored = storage_text(embedding)
     assert storage_text(head) == f"{stored}, those of another segment"
     assert cfp.Plan.from_json(json.loads(tied.to_json())).segments == tied.segments
     assert storage_text(replace(head, shared=())) == "none updated"
     assert parameters_text("none updated") == "no parameters updated"
     assert parameters_text(stored) == f"parameters {stored}"
+    positions = [one.argument for one in embedding.parameters]
+    text = storage_text(embedding, positions[:1])
+    assert text == f"{stored}, 1 of {len(positions)} pinned"
+    assert storage_text(embedding, positions) == "pinned, update sharded"
 
 
 @pytest.mark.parametrize("damage", ["stored otherwise", "twice", "unknown", "own too"])

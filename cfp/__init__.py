@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from cfp.errors import (
         CfpError,
         MemoryBudgetError,
+        NoSuchFile,
+        NotBound,
         OptionError,
         PlanMismatch,
         ProcessError,
@@ -34,6 +36,8 @@ __all__ = [
     "CfpError",
     "Fastest",
     "MemoryBudgetError",
+    "NoSuchFile",
+    "NotBound",
     "OptionError",
     "ParallelStep",
     "Plan",

@@ -48,6 +48,7 @@ from cfp.passes import (
 )
 from cfp.plan.plan import Plan
 from cfp.platform import all_meshes
+from cfp.printable import few
 from cfp.program.calling import check_keywords
 from cfp.program.jaxprs import unchecked
 from cfp.race.race import race
@@ -61,7 +62,6 @@ from cfp.variants import (
     find_fastest,
     wrong_kernels,
 )
-from cfp.view.words import few
 
 
 def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:

@@ -1,6 +1,7 @@
 """Errors that a user of cfp can mend, and helpers for their messages.
 
-`except CfpError` catches all of them. Bugs of cfp itself stay `AssertionError`,
+`except CfpError` catches all of them. A class is also Python's type of the mistake, if
+there is one, such as `FileNotFoundError`. Bugs of cfp itself stay `AssertionError`,
 `ValueError` and the like. During a search, a failed measurement is a `ProfileRecord`
 with a status, and raises nothing.
 """
@@ -129,6 +130,14 @@ class StepNotTraceable(CfpError):
 
 class PlanMismatch(CfpError):
     """A plan is unreadable, or is for another step, arguments, devices or versions."""
+
+
+class NotBound(PlanMismatch, AttributeError):
+    """A loaded plan has no step yet, or a step no plan, so that `hasattr` is False."""
+
+
+class NoSuchFile(CfpError, FileNotFoundError):
+    """A plan's, a cluster's or a target's file does not exist."""
 
 
 class ProcessError(CfpError):

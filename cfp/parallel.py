@@ -18,6 +18,8 @@ from cfp.api import OPTIONS
 from cfp.api import plan as plan_anew
 from cfp.errors import (
     MemoryBudgetError,
+    NoSuchFile,
+    NotBound,
     OptionError,
     PlanMismatch,
     brief,
@@ -27,6 +29,7 @@ from cfp.errors import (
 from cfp.plan.execute import CompiledStep
 from cfp.plan.parts import type_text
 from cfp.plan.plan import Plan
+from cfp.printable import few
 from cfp.printable import shown as brief_text
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.store import store_path
@@ -72,7 +75,8 @@ def parallelize(
 
     Raises:
         OptionError: an option is unknown, or decides a plan beside a given `plan`.
-        PlanMismatch: the file of `plan` does not exist, or contains no valid plan.
+        NoSuchFile: the file of `plan` does not exist.
+        PlanMismatch: the file of `plan` contains no valid plan.
     """
     if misplaced or isinstance(fn, Mesh) or not (fn is None or callable(fn)):
         raise OptionError(
@@ -112,10 +116,10 @@ class _Planned(NamedTuple):
 
 @contextmanager
 def _explained(path: str | None, changes_of: Callable[[], str]) -> Iterator[None]:
-    """Adds to a PlanMismatch the arguments' changes, and that CFP_PLAN named `path`."""
+    """Adds to an error the arguments' changes, and that CFP_PLAN named `path`."""
     try:
         yield
-    except PlanMismatch as error:
+    except (PlanMismatch, NoSuchFile) as error:
         changes = changes_of()
         lines = [f"The arguments have another structure: {changes}."]
         lines = [*lines * bool(changes), str(error)]
@@ -125,7 +129,7 @@ def _explained(path: str | None, changes_of: Callable[[], str]) -> Iterator[None
                 "cfp.parallelize without plan=. Give each of several steps its own "
                 f"plan, and unset {PLAN_VARIABLE}."
             )
-        raise PlanMismatch("\n".join(lines)) from error.__cause__
+        raise type(error)("\n".join(lines)) from error.__cause__
 
 
 class ParallelStep:
@@ -170,10 +174,10 @@ class ParallelStep:
         """The plan of the first call; :attr:`plans` lists all plans.
 
         Raises:
-            AttributeError: the step was not called yet.
+            NotBound: the step was not called yet.
         """
         if not self.plans:
-            raise AttributeError(
+            raise NotBound(
                 "The step is planned at its first call. Call it, or use "
                 "cfp.plan(step, *args, mesh=mesh) to plan without running."
             )
@@ -257,15 +261,15 @@ class ParallelStep:
             if type_text(old) != type_text(new)
         ]
         weakly = "for a number in place of an array, or the reverse"
-        more = f" and {len(changed) - 1} more" * (len(changed) > 1)
+        differ = few(changed, most=1)
         if changed and not self._told:
             self._told = True
             warn(
-                f"{self.__name__!r} is planned again, for {changed[0]}{more}. Drop or "
+                f"{self.__name__!r} is planned again, for {differ}. Drop or "
                 "pad a smaller last batch, since each shape takes planning and "
                 "compiling. step.plans lists all plans."
             )
-        return f"for {changed[0]}{more}" if changed else weakly
+        return f"for {differ}" if changed else weakly
 
     @brief
     def _planned(

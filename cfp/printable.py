@@ -34,6 +34,13 @@ def counted(count: float, one: str, many: str) -> str:
     return f"{count:.0f} {one if count == 1 else many}"
 
 
+def few(texts: Sequence[str], between: str = ", ", most: int = 4) -> str:
+    """Joins up to `most` different texts, and counts others: ``a, b and 3 more``."""
+    texts = [*dict.fromkeys(texts)]
+    more = len(texts) - most
+    return between.join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
+
 def mesh_text(axes: Iterable[tuple[str, int]]) -> str:
     """Writes the axes of a mesh as on the command line: ``x=2,y=4``."""
     return ",".join(f"{name}={size}" for name, size in axes)

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
 from cfp import models
-from cfp.errors import CfpError, known_names, place_of
+from cfp.errors import CfpError, NoSuchFile, known_names, place_of
 from cfp.models.model import ModelOption, Scalar
 from cfp.profiling.inputs import counts, random_values
 from cfp.program.calling import fixed, released
@@ -118,25 +118,17 @@ def resolve(
             "--donate and --static are for functions of your own: a model donates its "
             "state and has no static arguments. Leave them out."
         )
-    return model_target(text, parse_options(text, options))
+    found = parse_options(text, models.find(text).options, options)
+    return model_target(text, found)
 
 
 # --------------------------------------------------------------------------- models
 
 
 def model_target(name: str, options: dict[str, Scalar]) -> Target:
-    """Makes a target of a model of cfp.models; its state is donated.
-
-    Raises:
-        CfpError: the model cannot be built with these options.
-    """
-    try:
-        step, args = models.build(name, **options)
-        init_fn, make_batch = models.initialise(name, **options)
-    except ValueError as error:
-        raise CfpError(
-            f"{name} cannot be built: {error}. Change these options."
-        ) from error
+    """Makes a target of a model; its state is donated. Errors are `models.build`'s."""
+    step, args = models.build(name, **options)
+    init_fn, make_batch = models.initialise(name, **options)
 
     def make_args(shardings: Sequence[Any], seed: int) -> tuple[Any, ...]:
         state_key, batch_key = jax.random.split(jax.random.key(seed))
@@ -147,18 +139,14 @@ def model_target(name: str, options: dict[str, Scalar]) -> Target:
     return Target(name=name, step=step, args=args, donate=(0,), make_args=make_args)
 
 
-def parse_options(model: str, words: Sequence[str]) -> dict[str, Scalar]:
-    """Reads the given options of a model from ``--layers 4 --hidden=1024 --tied``.
+def parse_options(
+    target: str, options: Sequence[ModelOption], words: Sequence[str]
+) -> dict[str, Scalar]:
+    """Reads the given options of a target from ``--layers 4 --hidden=1024 --tied``.
 
     Raises:
         CfpError: an option is unknown, lacks its value, or has one of another type.
     """
-    return _parse_options(model, models.find(model).options, words)
-
-
-def _parse_options(
-    target: str, options: Sequence[ModelOption], words: Sequence[str]
-) -> dict[str, Scalar]:
     known = {option.flag: option for option in options}
     found: dict[str, Scalar] = {}
     rest = list(words)
@@ -171,7 +159,11 @@ def _parse_options(
             continue
         option = known.get(flag)
         if option is None:
-            raise _unknown_option(target, flag, known)
+            how = " Parameters of the function are its options." * (":" in target)
+            raise CfpError(
+                f"{target} has no option {flag}, and neither has the command. "
+                f"{known_names(flag, known)}{how}"
+            )
         if not equals:
             if option.type is bool and (not rest or rest[0].startswith("--")):
                 value = "true"
@@ -181,14 +173,6 @@ def _parse_options(
                 value = rest.pop(0)
         found[option.name] = _parse(option, flag, value)
     return found
-
-
-def _unknown_option(target: str, flag: str, known: dict[str, ModelOption]) -> CfpError:
-    how = " Parameters of the function are its options." if ":" in target else ""
-    return CfpError(
-        f"{target} has no option {flag}, and neither has the command. "
-        f"{known_names(flag, known)}{how}"
-    )
 
 
 def _parse(option: ModelOption, flag: str, text: str) -> Scalar:
@@ -221,7 +205,7 @@ def _function_target(
         raise CfpError(f"{where} has no target {name!r}. {there}")
     parameters = _parameters(found)
     options = [_option(parameter) for parameter in parameters.values()]
-    given = _parse_options(text, options, words)
+    given = parse_options(text, options, words)
     required = [
         n for n, p in parameters.items() if p.default is p.empty and n not in given
     ]
@@ -290,7 +274,7 @@ def _load_file(where: str, function: str) -> ModuleType:
     path = Path(where)
     if not path.is_file():
         there = sorted(p.name for p in path.parent.glob("*.py"))
-        raise CfpError(f"There is no file {where}. {known_names(path.name, there)}")
+        raise NoSuchFile(f"There is no file {where}. {known_names(path.name, there)}")
     # As for a script, modules in the same folder can be imported.
     sys.path.insert(0, str(path.resolve().parent))
     name = f"cfp_target_{path.stem}"

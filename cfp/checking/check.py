@@ -191,7 +191,7 @@ def compare(found: Any, expected: Any) -> Differences:
     """Compares leaf by leaf; a NaN or infinity in one tree alone is infinitely far.
 
     Raises:
-        ValueError: structures or shapes differ.
+        CfpError: structures or shapes differ.
     """
     found, expected = fixed(found), fixed(expected)
     have, want = _by_path(found), _by_path(expected)
@@ -199,16 +199,14 @@ def compare(found: Any, expected: Any) -> Differences:
         odd = [f"{x or 'the result'} is not expected" for x in have if x not in want]
         odd += [f"{x or 'the result'} is not found" for x in want if x not in have]
         odd += [f"{tree_structure(found)} in place of {tree_structure(expected)}"]
-        raise ValueError(
-            f"results of different structures cannot be compared: {odd[0]}"
-        )
+        raise CfpError(f"Results of different structures cannot be compared: {odd[0]}.")
     differences = []
     for name, leaf in want.items():
         one, other = (jnp.asarray(on_device(x)) for x in (have[name], leaf))
         if one.shape != other.shape:
-            raise ValueError(
-                f"results of different shapes cannot be compared: {name} is "
-                f"{one.shape}, and {other.shape} expected"
+            raise CfpError(
+                f"Results of different shapes cannot be compared: {name} is "
+                f"{one.shape}, and {other.shape} expected."
             )
         # One leaf at a time, so that moved copies are released at once.
         with jax.enable_x64(True):

@@ -23,10 +23,10 @@ from cfp.cli.session import analyse, check_writable, target_of
 from cfp.errors import CfpError
 from cfp.plan.execute import device_difference
 from cfp.plan.plan import Plan
-from cfp.printable import parse_bytes
+from cfp.printable import few, parse_bytes
 from cfp.view.console import Display, Rows, print_view, row_of, wrapped
 from cfp.view.text import diff_data, diff_text, explain_text, print_plan, python_text
-from cfp.view.words import few, throughput
+from cfp.view.words import throughput
 
 # Options of `cfp show` that go with each mode, by parameter.
 _SHOW_TAKES = {
@@ -162,6 +162,7 @@ _DRAWN = (
         float,
         "Relative L2 distance that passes a check: by default 1e-5, 1e-12 for steps in "
         "float64, and 1e-2 with kernels that take less than float32.",
+        min=1e-15,  # The last bit of float64.
     ),
     seed=o.Option(int, "Seed of random arguments.", default=0),
 )

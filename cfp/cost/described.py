@@ -31,7 +31,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cfp.errors import CfpError, known_names
+from cfp.errors import CfpError, NoSuchFile, known_names
 from cfp.profiling.collectives import (
     KINDS,
     Curve,
@@ -123,7 +123,7 @@ class DescribedMesh:
 
     @property
     def crossing(self) -> tuple[str, ...]:
-        """Axes whose first group of devices spans hosts; empty for TPU slices."""
+        """Axes along which a group of devices spans hosts; empty for TPU slices."""
         return tuple(n for n, s in self.axes if s > 1 and self._within((n,)) < s)
 
     @property
@@ -172,10 +172,13 @@ class DescribedMesh:
         )
 
     def _within(self, group: Iterable[str]) -> int:
-        """Most devices in one host, of the first group along the axes `group`."""
+        """Most devices in one host, of the most divided group along some axes."""
         places = np.arange(self.cluster.count).reshape([s for _, s in self.axes])
-        hosts = places[self._group(group)].ravel() // self.cluster.per_host
-        return int(np.bincount(hosts).max())
+        # Numbers in a group are its first one plus those of the first group.
+        starts = places[self._group(self.shape.keys() - {*group})].ravel()
+        numbers = starts[:, None] + places[self._group(group)].ravel()
+        hosts = numbers // self.cluster.per_host
+        return min(int(np.bincount(row).max()) for row in hosts)
 
     def _curve(self, what: str, group: tuple[str, ...]) -> Curve:
         """Curve of a collective over GPUs along the axes `group`; may span hosts."""
@@ -189,7 +192,7 @@ class DescribedMesh:
         inside = [(b, floor + (ms - floor) * more) for b, ms in points]
         if near == size:
             return tuple(inside)
-        far = size // near
+        far = -(-size // near)
         # Each device has a network adapter. A ring uses all adapters of a host at once;
         # in an all-to-all each device sends its own part.
         network, link = known.network_gb_per_s, known.link_gb_per_s
@@ -327,7 +330,8 @@ def cluster_of(text: str) -> Cluster:
         try:
             found = read(tomllib.loads(path.read_text()), path.stem, text)
         except (OSError, ValueError) as error:
-            raise CfpError(
+            absent = isinstance(error, FileNotFoundError)
+            raise (NoSuchFile if absent else CfpError)(
                 f"The description {path} cannot be read: {type(error).__name__}: "
                 f"{error}. docs/planning-ahead.md has an example."
             ) from error

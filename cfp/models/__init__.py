@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from cfp.errors import CfpError
+from cfp.errors import CfpError, OptionError, known_names
 from cfp.models.layers import TOKENS, Batch, TrainState, TrainStep, make_train_step
 from cfp.models.model import Config, Model, Scalar
 from cfp.models.transformers import BERT, GPT, LLAMA, MOE
@@ -28,9 +28,9 @@ MODELS = MappingProxyType({"gpt": GPT, "moe": MOE, "bert": BERT, "llama": LLAMA}
 
 
 def find(name: str) -> Model:
-    """Returns the model of a name; raises ValueError if the name is unknown."""
+    """Returns the model of a name; raises OptionError if the name is unknown."""
     if name not in MODELS:
-        raise ValueError(f"unknown model {name!r}; known models: {', '.join(MODELS)}")
+        raise OptionError(f"Unknown model {name!r}. {known_names(name, MODELS)}")
     return MODELS[name]
 
 
@@ -44,7 +44,7 @@ def build(name: str, **options: Scalar) -> tuple[TrainStep, tuple[TrainState, Ba
       `(train_step, (state, batch))`, the arguments as trees of jax.ShapeDtypeStruct.
 
     Raises:
-      ValueError: the name or an option is unknown, or an option's value is not allowed.
+      OptionError: the name or an option is unknown, or a value is not allowed.
       CfpError: optax is not installed.
     """
     model, config, optimizer = _settled(name, options)

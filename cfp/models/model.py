@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from cfp.errors import OptionError, known_names
 from cfp.models.layers import Batch, Params, inside, random_text
 from cfp.printable import first_error
 
@@ -146,27 +147,26 @@ class Model:
         """Makes a checked configuration.
 
         Raises:
-          ValueError: an option is unknown, or an option's value is not allowed.
+          OptionError: an option is unknown, or an option's value is not allowed.
         """
         known = [option.name for option in self.options]
         for option in options.keys() - known:
-            raise ValueError(
-                f"{self.doc} has no option {option!r}; known: {', '.join(known)}"
+            raise OptionError(
+                f"{self.doc} has no option {option!r}. {known_names(option, known)}"
             )
         try:
             config = Config(**{**self.defaults, **options})
         except ValidationError as error:
             name, wanted, got = first_error(error)
-            raise ValueError(
-                f"{name} must be {wanted}, got {got}" if name else wanted
-            ) from error
+            text = f"{name} must be {wanted}, got {got}" if name else wanted
+            raise OptionError(f"{text}.") from error
         if self.even_heads and config.head_dim % 2:
-            raise ValueError(
+            raise OptionError(
                 "hidden / heads must be even, as rotary embedding turns pairs, got "
-                f"hidden={config.hidden} and heads={config.heads}"
+                f"hidden={config.hidden} and heads={config.heads}."
             )
         if config.scan and config.layers % len(self.layers):
-            raise ValueError(f"layers must be even with scan, got {config.layers}")
+            raise OptionError(f"layers must be even with scan, got {config.layers}.")
         return config
 
     def param_names(self, config: Config) -> Params:

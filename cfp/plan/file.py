@@ -29,7 +29,7 @@ from pydantic import (
 )
 
 from cfp.analysis.strategies import Spec
-from cfp.errors import PlanMismatch
+from cfp.errors import NoSuchFile, PlanMismatch
 from cfp.kernels.kinds import KERNELS, known_kernels
 from cfp.plan.parts import PlanRow, PlanSegment, shape_of
 from cfp.printable import Count, Flag, Name, first_error, matching, shown
@@ -375,6 +375,7 @@ def read_json(path: str | Path) -> Any:
     """Parses a plan's file.
 
     Raises:
+        NoSuchFile: the file does not exist.
         PlanMismatch: the file cannot be read, is too large, or is not valid JSON.
     """
     try:
@@ -383,15 +384,17 @@ def read_json(path: str | Path) -> Any:
         if len(text) > _MOST_BYTES:
             raise ValueError(f"the file is larger than {_MOST_BYTES >> 20} MiB")
         return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+    except FileNotFoundError as error:
+        raise NoSuchFile(
+            f"There is no plan {path}. Write one with cfp plan TARGET -o {path}, or "
+            f"plan.save({str(path)!r})."
+        ) from error
     except (RecursionError, OSError, ValueError) as error:
         match error:
             case RecursionError():
                 reason = "the file is nested too deeply."
             case json.JSONDecodeError():
                 reason = f"the file is not JSON of plan.save or cfp plan -o: {error}"
-            case FileNotFoundError():
-                reason = "there is no such file. Write one with cfp plan TARGET -o "
-                reason += f"{path}, or plan.save({str(path)!r})."
             case OSError():
                 reason = error.strerror
             case _:

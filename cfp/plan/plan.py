@@ -15,7 +15,7 @@ from jax.tree_util import tree_structure, tree_unflatten
 from pydantic import ConfigDict
 
 from cfp.cost.described import DescribedMesh
-from cfp.errors import PlanMismatch, warn
+from cfp.errors import NotBound, PlanMismatch, warn
 from cfp.plan import file
 from cfp.plan.execute import (
     Arguments,
@@ -187,7 +187,8 @@ class Plan:
         Static and keyword-only arguments are left out.
 
         Raises:
-            PlanMismatch: a loaded plan is not bound, or devices are missing.
+            NotBound: a loaded plan is not bound.
+            PlanMismatch: devices are missing.
         """
         leaves, _ = self._shardings()
         tree = self._bound().in_tree
@@ -476,8 +477,9 @@ class Plan:
                 write files or change results: name them only for files that you trust.
 
         Raises:
-            PlanMismatch: the file is missing, damaged or has other compiler options; or
-                `mesh` does not fit the plan, as in :meth:`on`.
+            NoSuchFile: the file does not exist.
+            PlanMismatch: the file is damaged or has other compiler options; or `mesh`
+                does not fit the plan, as in :meth:`on`.
         """
         data = file.read_json(path)
         return cls.from_json(data, mesh=mesh, allowed_options=allowed_options)
@@ -520,10 +522,6 @@ class Plan:
             check_devices(self.mesh_axes, self.environment, devices)
         here = mesh if isinstance(mesh, Mesh) else None
         return replace(self, mesh=here, raced=None)
-
-
-class NotBound(PlanMismatch, AttributeError):
-    """The plan was loaded; `hasattr` of its shardings is False until :meth:`bind`."""
 
 
 # Fields of a plan in one process alone: its step, devices and compiled programs.

@@ -72,9 +72,9 @@ class ProfileStore:
             self._connection = None
 
     def alone(self, keys: Iterable[str]) -> AbstractContextManager[bool]:
-        """Context of a lock by the first letter of `min(keys)`; False if taken."""
-        # One lock for each first letter of keys is enough: clashes are rare.
-        name = f"{self.path.name}.measuring-{min(keys)[0]}"
+        """Context of a lock by the last letters of `min(keys)`; False if taken."""
+        # The first letters of a least key are mostly 0. The last ones clash rarely.
+        name = f"{self.path.name}.measuring-{min(keys)[-2:]}"
         return locked(self.path.with_name(name), waits=False)
 
     @contextlib.contextmanager

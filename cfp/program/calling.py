@@ -41,24 +41,7 @@ from jax.tree_util import (
 )
 
 from cfp.errors import OptionError, StepNotTraceable, known_names
-from cfp.printable import counted, shown
-
-_MOST_NAMED = 4  # Leaves in a message.
-
-
-def check_names(
-    fn: Callable[..., Any], option: str, names: str | Sequence[str]
-) -> None:
-    """Raises OptionError if `fn`, by its signature, cannot take one of the names."""
-    parameters = _parameters(fn)
-    if parameters is None:
-        return
-    unknown = [name for name in sequence(names, str) if name not in parameters]
-    if unknown and not _takes_any(parameters):
-        raise OptionError(
-            f"{option} names {unknown}, which the step lacks. "
-            f"{known_names(unknown[0], parameters)}"
-        )
+from cfp.printable import counted, few, shown
 
 
 def check_keywords(
@@ -82,36 +65,6 @@ def check_keywords(
         )
 
 
-def check_positions(
-    parameters: Sequence[str],
-    passed: Mapping[int | str, Any],
-    option: str,
-    numbers: int | Sequence[int],
-) -> None:
-    """Raises OptionError if a call has no argument at one of `numbers`.
-
-    `passed` is {position or keyword: argument}; a keyword has its position, too. If
-    `option` is static_argnums, any position in `parameters` is valid.
-    """
-    count = sum(isinstance(key, int) for key in passed)
-    known = {*passed}
-    if option == "static_argnums":  # Arguments with defaults may be left out.
-        known.update(range(len(parameters)))
-    absent = [
-        number
-        for number in (
-            [numbers] if isinstance(numbers, str) else sequence(numbers, int)
-        )
-        if isinstance(number, str) or not chosen(parameters, count, number, ()) & known
-    ]
-    if absent:
-        raise OptionError(
-            f"{option} names positions {absent}, but the call has "
-            f"{counted(count, 'positional argument', 'positional arguments')}. Name "
-            f"positions from 0, or arguments by {option.replace('nums', 'names')}."
-        )
-
-
 def check_hashable(key: int | str, value: Any) -> None:
     try:
         hash(value)
@@ -131,20 +84,46 @@ def sequence(one_or_many: _Kind | Sequence[_Kind], kind: type[_Kind]) -> list[_K
 
 
 def chosen(
-    parameters: Sequence[str],
-    count: int,
+    fn: Callable[..., Any],
+    passed: Mapping[int | str, Any],
+    option: str,
     numbers: int | Sequence[int],
     names: str | Sequence[str],
 ) -> set[int | str]:
-    """Returns `numbers` and `names`; those in `parameters` as position and as name.
+    """Returns `numbers` and `names` of arguments; parameters as position and as name.
 
-    Negative numbers count from the end of `count` positional arguments.
+    `passed` is a call's {position or keyword: argument}. Negative numbers count from
+    the end of its positions. `option` is "static" or "donate".
+
+    Raises:
+        OptionError: `fn` has no argument of a name, or the call none at a position.
     """
-    positions = {i + count if i < 0 else i for i in sequence(numbers, int)}
-    words = set(sequence(names, str))
-    positions |= {i for i, name in enumerate(parameters) if name in words}
-    words |= {parameters[i] for i in positions if 0 <= i < len(parameters)}
-    return positions | words
+    every, known, words = _parameters(fn), {*passed}, {*sequence(names, str)}
+    unknown = sorted(words - {*(every or ())})
+    if unknown and every is not None and not _takes_any(every):
+        raise OptionError(
+            f"{option}_argnames names {unknown}, which the step lacks. "
+            f"{known_names(unknown[0], every)}"
+        )
+    parameters: dict[Any, str] = dict(enumerate(parameter_names(fn)))
+    if option == "static":  # Arguments with defaults may be left out.
+        known.update(parameters)
+    count = sum(isinstance(key, int) for key in passed)
+    given: list[Any] = [numbers] if isinstance(numbers, str) else sequence(numbers, int)
+    place = {i: i if isinstance(i, str) or i >= 0 else i + count for i in given}
+    absent = [
+        i
+        for i, at in place.items()
+        if isinstance(i, str) or known.isdisjoint({at, parameters.get(at)})
+    ]
+    if absent:
+        raise OptionError(
+            f"{option}_argnums names positions {absent}, but the call has "
+            f"{counted(count, 'positional argument', 'positional arguments')}. Name "
+            f"positions from 0, or arguments by {option}_argnames."
+        )
+    both = {i for i, name in parameters.items() if name in words}.union(place.values())
+    return both | words | {parameters[i] for i in both if i in parameters}
 
 
 def dynamic_part(
@@ -158,13 +137,23 @@ def dynamic_part(
 
 
 def by_position(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    static: Collection[int | str] = (),
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call's (args, kwargs) with keywords made positional if possible."""
+    """Returns a call's (args, kwargs) with keywords made positional if possible.
+
+    Static arguments that are left out get their defaults, if these can be hashed.
+    """
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
     except (TypeError, ValueError):  # No signature, or one that does not fit.
         return tuple(args), dict(kwargs)
+    for i, (name, one) in enumerate(bound.signature.parameters.items()):
+        if (i in static or name in static) and isinstance(one.default, Hashable):
+            if one.default is not one.empty and one.kind is not one.POSITIONAL_ONLY:
+                bound.arguments.setdefault(name, one.default)
     return bound.args, bound.kwargs
 
 
@@ -321,7 +310,7 @@ def lost_changes_text(name: str, lost: Sequence[str]) -> str:
     """Returns the message about a step that loses changes of its arguments."""
     given = ", ".join(dict.fromkeys(path.partition("/")[0] for path in lost))
     return (
-        f"The step {name!r} changes {first_named(lost)} in place and does not return "
+        f"The step {name!r} changes {few(lost)} in place and does not return "
         f"{'them' if len(lost) > 1 else 'it'}, so that nothing would be trained. Write "
         f"`return {given}, loss` and `{given}, loss = step({given}, ...)`, or pass "
         "arrays alone, and put the modules together inside (docs/frameworks.md, "
@@ -332,20 +321,23 @@ def lost_changes_text(name: str, lost: Sequence[str]) -> str:
 def arrays_around(fn: Callable[..., Any], traced: bool) -> list[str]:
     """Returns paths of JAX arrays, or of tracers if `traced`, in variables around `fn`.
 
-    These are its closure, the globals that it reads, and a method's object.
+    These are its closure, arguments that `functools.partial` holds, the globals that it
+    reads, and a method's object.
     """
     return [path for path, leaf in _held(fn) if isinstance(leaf, Tracer) == traced]
 
 
 def _held(fn: Any) -> Iterator[tuple[str, Any]]:
+    around: dict[str, Any] = {}
     while isinstance(fn, partial):
+        around |= zip(parameter_names(fn.func), fn.args, strict=False)
+        around |= fn.keywords
         fn = fn.func
     owner = getattr(fn, "__self__", None)
     fn = inspect.unwrap(getattr(fn, "__func__", fn))
-    around: dict[str, Any] = {}
     if inspect.isfunction(fn):
         found = inspect.getclosurevars(fn)
-        around = {**found.globals, **found.nonlocals}
+        around |= {**found.globals, **found.nonlocals}
     if owner is not None and hasattr(owner, "__dict__"):
         around |= {f"self.{name}": value for name, value in vars(owner).items()}
     for name, value in around.items():
@@ -368,17 +360,11 @@ def _held(fn: Any) -> Iterator[tuple[str, Any]]:
 def lost_surroundings_text(name: str, lost: Sequence[str]) -> str:
     """Returns the message about a step that overwrites arrays outside its arguments."""
     return (
-        f"The step {name!r} assigns to {first_named(lost)}, which is not one of its "
+        f"The step {name!r} assigns to {few(lost)}, which is not one of its "
         "arguments: that happens once, while it is traced, and leaves no array there. "
         "Make it an argument, and return its new value (docs/frameworks.md, 'Modules "
         "that are updated in place')."
     )
-
-
-def first_named(names: Sequence[str]) -> str:
-    """Returns the first few names, and the number of others, as text."""
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 # Most elements of a mask that measurements use: it is a constant of their program.

@@ -279,9 +279,9 @@ class Dispatch:
 
     def _gone(self, i: int) -> PlanMismatch:
         return PlanMismatch(
-            f"The array of argument {self._step.arg_names[i]!r} is gone: a step that "
-            "it was donated to has used its memory. Pass the state that the step "
-            "returned, or plan without donating it."
+            f"The array of argument {self._step.arg_names[i]!r} is gone: it was "
+            "donated (donate_argnums), and a step has used its memory. Return its new "
+            "value from the step and pass that to the next call, or do not donate it."
         )
 
     def _looked_up(self, look: Look, there: set[int]) -> tuple[_Memory, Sequence[int]]:

@@ -17,8 +17,10 @@ from collections.abc import (
     Sequence,
     Set,
 )
+from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from types import NoneType
 from typing import Any
 
@@ -27,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import (
+    SequenceKey,
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
@@ -35,6 +38,7 @@ from jax.tree_util import (
 )
 
 from cfp.errors import PlanMismatch, StepNotTraceable, place_of, summary_of
+from cfp.printable import few
 from cfp.program import calling
 from cfp.program.jaxprs import check_settings, cudnn_expected, do_the_same
 from cfp.program.memory import (
@@ -70,7 +74,7 @@ class FlatStep:
         arg_names: a path for each leaf, such as ``state/params/dense/kernel``.
         in_tree: the structure of ``(dynamic args, kwargs)``. Leaves of modules that are
             no arrays may be part of it; see `fixed` in `cfp.program.calling`.
-        static: (position or keyword, value) of static arguments that the call passed.
+        static: (position or keyword, value) of static arguments, or of their defaults.
         examples: for each leaf its value if it is a scalar or small mask, else None.
         memory_kinds: for each leaf the kind of its host memory, "" for device memory.
         explicit: for each leaf its sharding on a mesh with explicit axes, or None.
@@ -110,15 +114,13 @@ class FlatStep:
             PlanMismatch: a static argument has another value or type, or is left out.
             StepNotTraceable: the arguments have another structure.
         """
-        if kwargs:
-            args, kwargs = calling.by_position(self.fn, args, kwargs)
-        if (changed := self._changed_static(args, kwargs)) is not None:
+        dynamic, changed = self._split(args, kwargs)
+        if changed is not None:
             key, value, got = changed
             raise PlanMismatch(
                 f"Static argument {key} was {value!r} when the step was planned, and "
                 f"is {got!r} now. Plan again for the new value."
             )
-        dynamic = calling.dynamic_part(args, kwargs, dict(self.static))
         leaves, tree = tree_flatten(dynamic)
         if tree != self.in_tree:
             leaves, tree = tree_flatten(calling.fixed(dynamic))
@@ -137,28 +139,27 @@ class FlatStep:
 
         Leaves are not checked: each may be any object, even a pytree, but not None.
         """
-        if kwargs:
-            args, kwargs = calling.by_position(self.fn, args, kwargs)
-        if self.static:
-            if self._changed_static(args, kwargs) is not None:
-                return None
-            args, kwargs = calling.dynamic_part(args, kwargs, dict(self.static))
+        dynamic, changed = self._split(args, kwargs)
         try:
-            leaves = self.in_tree.flatten_up_to((tuple(args), kwargs))
+            leaves = self.in_tree.flatten_up_to(dynamic)
         except (ValueError, TypeError):
             return None
-        return None if NoneType in map(type, leaves) else leaves
+        return None if changed or NoneType in map(type, leaves) else leaves
 
-    def _changed_static(
+    def _split(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[int | str, Any, Any] | None:
-        """First changed static argument: (key, old, new or None if absent); or None."""
+    ) -> tuple[Any, tuple[int | str, Any, Any] | None]:
+        """Returns dynamic (args, kwargs), and (key, old, new) of a changed static one.
+
+        Keywords are made positional, and static arguments have their defaults.
+        """
+        static = dict(self.static)
+        if kwargs or not static.keys() <= {*range(len(args))}:
+            args, kwargs = calling.by_position(self.fn, args, kwargs, static)
         passed = {**dict(enumerate(args)), **kwargs}
-        for key, value in self.static:
-            got = passed.get(key)
-            if type(got) is not type(value) or got != value:
-                return key, value, got
-        return None
+        now = ((key, old, passed.get(key)) for key, old in self.static)
+        changed = (x for x in now if type(x[1]) is not type(x[2]) or x[1] != x[2])
+        return calling.dynamic_part(args, kwargs, static), next(changed, None)
 
     def changes(self, in_tree: Any, leaves: Sequence[Any]) -> str:
         """Describes new and missing leaves, else another static value; never empty."""
@@ -168,7 +169,7 @@ class FlatStep:
         gone = [name for name in self.arg_names if name not in names]
         new = [name for name in names if name not in self.arg_names]
         changes = (("missing", gone), ("not there before", new))
-        if words := [f"{what}: {calling.first_named(x)}" for what, x in changes if x]:
+        if words := [f"{what}: {few(x)}" for what, x in changes if x]:
             return "; ".join(words)
         every = calling.static_differences(before, now)
         differ = next((one for one in every if len(one[0]) > 1), None)
@@ -329,18 +330,29 @@ class FlatStep:
             )
         if numbers and "tracer" in said.lower():
             return (
-                f"A step that needs the value of {calling.first_named(numbers)} takes "
+                f"A step that needs the value of {few(numbers)} takes "
                 "it by cfp's static_argnums or static_argnames, even if jax.jit around "
                 "the step has them."
             )
         if isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
             return "The step must be a function that jax.jit accepts."
-        roots = [*dict.fromkeys(name.partition("/")[0] for name in self.arg_names)]
-        may_swap = (
-            isinstance(error, TypeError | KeyError | AttributeError) and roots[1:]
-        )
-        order = f"If arguments are swapped, their order is: {', '.join(roots)}."
-        return order if may_swap else ""
+        return self._swapped()
+
+    def _swapped(self) -> str:
+        """Returns advice if JAX traces the step with two arguments swapped; else ""."""
+        args, kwargs = self._dynamic
+        for i, j in combinations(range(len(args)), 2):
+            order = [*args]
+            order[i], order[j] = args[j], args[i]
+            avals, tree = tree_flatten((tuple(order), kwargs))
+            run = replace(self, avals=tuple(avals), in_tree=tree)._run
+            parts = [((SequenceKey(0), SequenceKey(n)), None) for n in (i, j)]
+            named = _named_leaves(self.fn, self._dynamic, dict(self.static), parts)
+            names = " and ".join(repr(name) for _, name, _ in named)
+            with suppress(Exception):  # The user's code may raise any type.
+                jax.eval_shape(lambda *x, run=run: run(self.fn, x)[0], *avals)
+                return f"JAX traces it with {names} swapped. Swap them in your call."
+        return ""
 
     def with_paths(self, text: str) -> str:
         """Replaces ``leaves[28]`` in JAX's text by the argument's path."""
@@ -368,9 +380,9 @@ def flatten_step(
 ) -> FlatStep:
     """Returns a step as a function of the flat array arguments of one of its calls.
 
-    As in ``jax.jit``, arguments are known by position and by name, and static arguments
-    may be left out if they have defaults. Weak types follow `typed_as_returned`, which
-    may trace the step.
+    As in ``jax.jit``, arguments are known by position and by name. Static arguments
+    have their defaults if they are left out. Weak types follow `typed_as_returned`,
+    which may trace the step.
 
     Args:
         args: arrays, numbers, ``jax.ShapeDtypeStruct`` s, pytrees of them; or static.
@@ -383,17 +395,14 @@ def flatten_step(
         OptionError: a name or a position is unknown.
     """
     args, kwargs = calling.by_position(fn, args, kwargs or {})
-    parameters = calling.parameter_names(fn)
     passed = {**dict(enumerate(args)), **kwargs}
-    calling.check_names(fn, "static_argnames", static_argnames)
-    calling.check_names(fn, "donate_argnames", donate_argnames)
-    calling.check_positions(parameters, passed, "static_argnums", static_argnums)
-    calling.check_positions(parameters, passed, "donate_argnums", donate_argnums)
-    static_keys = calling.chosen(parameters, len(args), static_argnums, static_argnames)
+    static_keys = calling.chosen(fn, passed, "static", static_argnums, static_argnames)
+    donate = calling.chosen(fn, passed, "donate", donate_argnums, donate_argnames)
+    args, kwargs = calling.by_position(fn, args, kwargs, static_keys)
+    passed = {**dict(enumerate(args)), **kwargs}
     static = {key: value for key, value in passed.items() if key in static_keys}
     for key, value in static.items():
         calling.check_hashable(key, value)
-    donate = calling.chosen(parameters, len(args), donate_argnums, donate_argnames)
     dynamic = calling.fixed(calling.dynamic_part(args, kwargs, static))
     leaves = _named_leaves(fn, dynamic, static)
     known = {id(leaf): name for _, name, leaf in reversed(leaves)}

@@ -12,12 +12,11 @@ from math import prod
 
 from cfp.plan.parts import UNPLANNED, Figures, LeftFigures
 from cfp.plan.plan import Plan
-from cfp.printable import counted, format_bytes, merged_alike
+from cfp.printable import counted, few, format_bytes, merged_alike
 from cfp.program.trace import find_precision
 from cfp.search.requests import UNMEASURED_STRATEGIES
 from cfp.settings import Dimension
 from cfp.view import words
-from cfp.view.words import few
 
 _WORTH_DONATING = 0.02  # Least share of a plan's memory for a remark.
 _MORE_TIME = "give more by --time-budget or PlannerSettings(seconds=...)"

@@ -26,6 +26,7 @@ from cfp.plan.plan import Plan
 from cfp.printable import (
     counted,
     distinct_ends,
+    few,
     format_bytes,
     merged_alike,
     mesh_text,
@@ -49,7 +50,7 @@ from cfp.view.rows import (
     update_texts,
     variants_rows,
 )
-from cfp.view.words import few, headline, throughput
+from cfp.view.words import headline, throughput
 
 _MOST_SEGMENTS = 4  # Of a short text.
 

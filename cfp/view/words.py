@@ -18,7 +18,7 @@ from cfp.plan.parts import (
     shape_of,
 )
 from cfp.plan.plan import Plan
-from cfp.printable import counted, format_bytes, format_flops, mesh_text
+from cfp.printable import counted, few, format_bytes, format_flops, mesh_text
 
 REMATERIALIZED = "rematerialized"
 STORAGE_WORDS = {
@@ -109,13 +109,6 @@ def elided(name: str, width: int = 72) -> str:
     """Shortens a name of more than `width` characters in its middle."""
     half = (width - 3) // 2
     return name if len(name) <= width else f"{name[:half]}...{name[-half:]}"
-
-
-def few(texts: Sequence[str], between: str = ", ", most: int = 4) -> str:
-    """Joins up to `most` different texts, and counts others: ``a, b and 3 more``."""
-    texts = [*dict.fromkeys(texts)]
-    more = len(texts) - most
-    return between.join(texts[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def sentence(text: str) -> str:

@@ -71,7 +71,7 @@ def test_parallelize_plans_once_and_runs(mesh, cache):
         train_step, mesh=mesh, donate_argnums=0, cache_dir=cache, settings=QUICK
     )
     assert not hasattr(step, "plan")
-    with pytest.raises(AttributeError, match="first call"):
+    with pytest.raises(cfp.NotBound, match="first call"):
         _ = step.plan
     state, expected = init(jax.random.key(0)), init(jax.random.key(0))
     for turn in range(3):
@@ -607,10 +607,27 @@ def test_a_plan_refuses_another_static_value(quick):
 
 
 def test_a_static_argument_may_be_left_out(quick):
-    made = quick(scaled, X, static_argnums=(1,))
-    step = made.apply(scaled)
-    for x in (X, X + 1):
-        np.testing.assert_allclose(step(x), x @ x.T * 2, rtol=1e-6)
+    """The call then has the default, as if it were passed."""
+    for planned in ((X,), (X, "gram")):
+        step = quick(scaled, *planned, static_argnums=(1, 2)).apply(scaled)
+        for args in ((X,), (X + 1,), (X, "gram"), (X, "gram", 2)):
+            expected = args[0] @ args[0].T * 2
+            np.testing.assert_allclose(step(*args), expected, rtol=1e-6)
+        np.testing.assert_allclose(step(X, times=2), X @ X.T * 2, rtol=1e-6)
+        with pytest.raises(cfp.PlanMismatch, match="Static argument 2 was 2"):
+            step(X, times=3)
+
+
+def test_a_static_default_may_stand_behind_an_argument_that_is_left_out(mesh, cache):
+    def step(x, y=2.0, n=3):
+        return x * y * n
+
+    planned = cfp.parallelize(
+        step, mesh=mesh, static_argnames="n", cache_dir=cache, settings=QUICK
+    )
+    for call in (lambda: planned(X), lambda: planned(X, n=3)):
+        np.testing.assert_allclose(call(), X * 6)
+    assert len(planned.plans) == 1
 
 
 def test_static_values_of_equal_worth_are_planned_apart(mesh, cache):
@@ -682,6 +699,20 @@ def test_expected_arrays_that_another_step_was_donated(mesh, cache):
         step(gone, X)
     again = {"a": X + 1, "b": X + 2}
     np.testing.assert_allclose(step(again, X), expected, rtol=1e-6)
+
+
+def test_a_donated_argument_that_is_not_returned_is_named(quick):
+    """The result takes the memory of an argument of equal shape."""
+
+    def step(w, moments, x):
+        return w - moments * x.sum()
+
+    made = quick(step, X, X, X, donate_argnums=1)
+    run, moments = made.apply(step), jax.device_put(X + 1, made.in_shardings[1])
+    w = run(X, moments, X)
+    gone = "'moments' is gone: it was donated .* Return its new value from the step"
+    with pytest.raises(cfp.PlanMismatch, match=gone):
+        run(w, moments, X)
 
 
 def test_arrays_without_elements(quick):

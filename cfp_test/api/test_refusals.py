@@ -205,16 +205,18 @@ def messages(cases, *given):
     return texts
 
 
-def test_an_error_that_swapped_arguments_may_cause_names_their_order(run):
-    for step, args, said in (
-        (branching, (X, W), True),
-        (lambda w, x: w["none"], (W, X), True),
-        (lambda w: w["none"], (W,), False),
-        (own_error, (W, X), False),
+def test_swapped_arguments_are_named_if_the_other_order_traces(run):
+    how = {"static_argnums": 0}
+    for step, args, options, said in (
+        (train_step, (X, W), {}, True),
+        (lambda n, w, x: train_step(w, x), (2, X, W), how, True),
+        (lambda w, x: w["none"], (W, X), {}, False),
+        (lambda w: w["none"], (W,), {}, False),
+        (own_error, (W, X), {}, False),
     ):
         with pytest.raises(cfp.StepNotTraceable) as caught:
-            run(step, *args)
-        hint = "If arguments are swapped, their order is: w, x."
+            run(step, *args, **options)
+        hint = "JAX traces it with 'w' and 'x' swapped. Swap them in your call."
         assert (hint in str(caught.value)) == said
 
 

@@ -1,5 +1,9 @@
+import ast
+import builtins
 import inspect
 import pickle
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +12,26 @@ import pytest
 import cfp
 from cfp import errors
 
+ROOT = Path(errors.__file__).parents[1]
+# Signs that a text has two sentences, or says what to do in one.
+WHOLE = r"""[.?:}] |[.}]\\n|must be|^f?['"](Expected|Give) """
+TEXTS = ast.Constant, ast.JoinedStr
+# {Python's type: modules of cfp that may raise it}. pydantic and the readers of files
+# turn ValueErrors into a CfpError.
+OTHER_ERRORS = {
+    "AssertionError": {"constrain", "printable", "replace"},
+    "AttributeError": {"__init__"},
+    "FloatingPointError": {"jaxprs"},  # As of jax_debug_nans.
+    "KeyError": {"collectives"},
+    "KeyboardInterrupt": {"supervise"},
+    "NotImplementedError": {"parts"},
+    "SystemExit": {"supervise"},
+    "ValueError": {
+        *("described", "file", "graph", "hlo", "model", "parts", "printable"),
+        *("read", "record", "ring", "roles", "runner", "shardy", "store"),
+    },
+}
+
 
 def test_every_error_is_a_cfp_error():
     found = [
@@ -15,8 +39,37 @@ def test_every_error_is_a_cfp_error():
         for _, item in inspect.getmembers(errors, inspect.isclass)
         if item.__module__ == errors.__name__
     ]
-    assert len(found) == 6
+    assert len(found) == 8
     assert all(issubclass(item, errors.CfpError) for item in found)
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert all(f"::: cfp.{item.__name__}\n" in f"{page}\n" for item in found)
+    for kind, usual in (
+        (errors.OptionError, TypeError),
+        (errors.NotBound, AttributeError),
+        (errors.NoSuchFile, FileNotFoundError),
+    ):
+        assert issubclass(kind, usual)
+
+
+def test_what_users_can_mend_is_raised_as_a_cfp_error_in_two_sentences():
+    """Other exceptions are caught within cfp, end a process, or say that cfp is wrong.
+
+    A message with a colon gives cause and remedy, as "Expected ..., got ..." does.
+    """
+    for path in sorted((ROOT / "cfp").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        calls = [one for one in ast.walk(tree) if isinstance(one, ast.Call)]
+        for call in calls:
+            kind = getattr(errors, getattr(call.func, "id", ""), None)
+            if inspect.isclass(kind) and issubclass(kind, errors.CfpError):
+                given, text = call.args[0], ast.unparse(call.args[0])
+                if isinstance(given, TEXTS) and re.search("[a-z] ", text):
+                    assert re.search(WHOLE, text), path
+        for one in (one for one in ast.walk(tree) if isinstance(one, ast.Raise)):
+            name = getattr(getattr(one.exc, "func", one.exc), "id", "")
+            kind = getattr(builtins, name, None)
+            if inspect.isclass(kind):
+                assert path.stem in OTHER_ERRORS[name], (path, name)
 
 
 def test_known_names_begin_with_the_nearest():

@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.checking.check import Differences, Leaf, brought_together, compare
 from cfp.checking.trial import StepResult, Trial, _metrics
+from cfp.errors import CfpError
 from cfp.program import memory
 
 
@@ -96,7 +97,7 @@ def test_infinities_must_agree_and_hide_nothing():
     ],
 )
 def test_the_first_place_where_structures_differ_is_named(found, words):
-    with pytest.raises(ValueError, match=f"structures cannot be compared: {words}"):
+    with pytest.raises(CfpError, match=f"structures cannot be compared: {words}"):
         compare(found, {"w": [1.0, {"a": 2.0, "b": 3.0}]})
 
 
@@ -185,7 +186,7 @@ def test_arrays_of_one_shape_are_fetched_by_one_program(monkeypatch):
 
 
 def test_only_what_has_the_same_shape_is_compared():
-    with pytest.raises(ValueError, match=r"w is \(2,\), and \(1,\) expected"):
+    with pytest.raises(CfpError, match=r"w is \(2,\), and \(1,\) expected"):
         compare({"w": np.ones(2)}, {"w": np.ones(1)})
 
 

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from cfp.errors import CfpError
+from cfp.models import find
 from cfp.targets import parse_options, resolve
 
+GPT_OPTIONS = find("gpt").options
 FILE = f"{__file__.rpartition('/')[0]}/toy_targets.py"
 MODULE = "cfp_test.cli.toy_targets"
 
@@ -27,7 +29,7 @@ def test_a_model_is_a_target_with_its_options():
 
 
 def test_switches_have_an_opposite():
-    assert parse_options("gpt", ["--scan", "--no-remat"]) == {
+    assert parse_options("gpt", GPT_OPTIONS, ["--scan", "--no-remat"]) == {
         "scan": True,
         "remat": False,
     }
@@ -35,12 +37,15 @@ def test_switches_have_an_opposite():
 
 def test_options_are_parsed_by_type():
     words = ["--layers", "2", "--learning-rate=1e-3", "--learning_rate", "2e-3"]
-    assert parse_options("gpt", words) == {"layers": 2, "learning_rate": 2e-3}
-    assert parse_options("gpt", ["--tied", "--dtype", "float32"]) == {
+    assert parse_options("gpt", GPT_OPTIONS, words) == {
+        "layers": 2,
+        "learning_rate": 2e-3,
+    }
+    assert parse_options("gpt", GPT_OPTIONS, ["--tied", "--dtype", "float32"]) == {
         "tied": True,
         "dtype": "float32",
     }
-    assert parse_options("gpt", ["--tied", "false"]) == {"tied": False}
+    assert parse_options("gpt", GPT_OPTIONS, ["--tied", "false"]) == {"tied": False}
 
 
 @pytest.mark.parametrize("where", [FILE, MODULE])

@@ -113,6 +113,8 @@ def test_axes_that_cross_hosts_are_priced_with_the_network():
         ("8x8xh100", {"x": 2, "y": 4, "z": 8}, "xy"),
         ("2x8xh100", {"x": 1, "y": 2, "z": 8}, "y"),
         ("8xh100", {"x": 2, "y": 4}, ""),
+        # Of the groups along y, only the second crosses.
+        ("2x6xh100", {"x": 3, "y": 4}, "xy"),
         # Of a slice of several hosts the first: its links are all alike.
         ("v5e:16x16", {"x": 16, "y": 16}, "x"),
         ("v6e:4x4", {"x": 4, "y": 4}, "x"),

@@ -115,13 +115,14 @@ def test_errors_say_that_the_environment_named_the_plan(folder):
 evaluate = cfp.parallelize(lambda batch: batch.sum())
 try:
     evaluate(jnp.ones((32, 64)))
-except cfp.PlanMismatch as error:
-    print(error)
+except cfp.CfpError as error:
+    print(type(error).__name__, error)
 """
     fits_not = run(program, folder, CFP_PLAN="plan.json")
     assert "or plan again" in fits_not
     assert "The plan is plan.json, since CFP_PLAN names it" in fits_not
     not_there = run(program, folder, CFP_PLAN="nope.json")
+    assert not_there.startswith("NoSuchFile There is no plan nope.json.")
     assert "since CFP_PLAN names it" in not_there
 
 

@@ -251,6 +251,13 @@ def test_another_process_is_not_waited_for_when_time_is_over(shop, store):
     assert late.is_set() and (shop.built, dict(found.records)) == ([], {})
 
 
+def test_other_tasks_of_another_process_are_not_waited_for(store):
+    """The least of many keys mostly begins with 0."""
+    mine, theirs = (["0" * 62 + end, "f" * 64] for end in ("a1", "b2"))
+    with store.alone(mine) as first, store.alone(theirs) as second:
+        assert first and second
+
+
 def test_another_process_that_hangs_is_not_waited_for_without_end(
     shop, store, monkeypatch
 ):

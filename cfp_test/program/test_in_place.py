@@ -1,5 +1,7 @@
 """Steps that change modules in place: refused where that would be lost."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -185,6 +187,15 @@ def test_state_beside_the_arguments_is_refused():
         return x.sum()
 
     assert "assigns to held/w" in refused(step, X)
+
+    def update(state, x):
+        state["w"] = state["w"] + x
+        return x.sum()
+
+    assert "assigns to state/w" in refused(partial(update, {"w": X}), X)
+    assert "assigns to state/w" in refused(
+        partial(lambda x, state: update(state, x), state={"w": X}), X
+    )
 
 
 def test_what_stands_around_a_step_may_be_read():

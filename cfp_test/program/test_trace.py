@@ -261,8 +261,7 @@ def test_positions_that_a_step_has_no_argument_for_are_refused():
     for option in ("static_argnums", "donate_argnums"):
         with pytest.raises(OptionError, match=rf"{option} names positions \[5\]"):
             flatten_step(step, (X, X), **{option: 5})
-    # What is static may be left out, if it has a default.
-    assert flatten_step(step, (X, X), static_argnums=2).static == ()
+    assert flatten_step(step, (X, X), static_argnums=2).static == ((2, 1.0),)
 
 
 def test_integers_of_four_bits_are_refused_in_words_where_jax_passes_none():

@@ -25,7 +25,7 @@ corrections of Shardy's in :mod:`cfp.program.rules`. CONTRIBUTING.md has the det
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from inspect import signature
 from itertools import compress
@@ -196,9 +196,16 @@ def plan(
 
         return plan_step(plan, fn, args, kwargs, mesh, **vars(options))
     check_keywords(fn, kwargs, ["mesh", "quiet", *OPTIONS])
+    if isinstance(mesh, AbstractMesh):
+        raise CfpError(
+            "A mesh without devices is for PlannerSettings(ray=...). Pass a Mesh, or "
+            "cfp.described(...) to plan for devices that are not here."
+        )
+    most_axes = 2 if Dimension.MESH in how.dimensions and preset is None else 1
+    meshes = all_meshes(most_axes) if mesh is None else {"": mesh}
     variants = [
         Variant(name=name, fn=fn, args=args, kwargs=kwargs, mesh=one)
-        for name, one in _meshes(mesh, how, preset).items()
+        for name, one in meshes.items()
     ]
     found = find_fastest(run_passes, variants, options, quiet=quiet).plan
     _warn_undivided(found)
@@ -217,21 +224,6 @@ def _warn_undivided(plan: Plan) -> None:
 
 
 OPTIONS = tuple(signature(plan).parameters)[4:-1]  # not fn, args, mesh, quiet, kwargs
-
-
-def _meshes(
-    mesh: Mesh | DescribedMesh | AbstractMesh | None,
-    settings: PlannerSettings,
-    preset: str | None,
-) -> Mapping[str, Mesh | DescribedMesh]:
-    if isinstance(mesh, AbstractMesh):
-        raise CfpError(
-            "A mesh without devices is for PlannerSettings(ray=...). Pass a Mesh, or "
-            "cfp.described(...) to plan for devices that are not here."
-        )
-    may = Dimension.MESH in settings.dimensions
-    most_axes = 2 if may and preset is None else 1
-    return {"": mesh} if mesh is not None else all_meshes(most_axes)
 
 
 def plan_fastest(

@@ -1,8 +1,8 @@
 """Ops of jax.experimental.custom_partitioning inside a step.
 
 JAX lowers such an op to a call with the address of its callbacks. The address differs
-between traces and processes. Here the call has a name instead, a digest of the op's
-computation, and callbacks are kept by name until the process ends.
+between traces and processes. Here the call has a name instead, a digest of what the op
+and its callback compute, and callbacks are kept by name until the process ends.
 
 An op is sharded by its own rule (``sharding_rule=``), an op without a rule replicated.
 The rule of JAX's cuDNN attention omits keys; a table replaces it. For each factor of
@@ -125,15 +125,24 @@ class PartitionedCall:
             mesh, self.in_tree.unflatten(ins), self.out_tree.unflatten(outs)
         )
 
-    def refusal(self, mesh: AbstractMesh, dims: Dims) -> str | None:
-        """Returns why the callback does not shard these dims; None if it does."""
+    def tried(self, mesh: AbstractMesh, dims: Dims) -> tuple[str, str]:
+        """Returns why the callback does not shard these dims, else what it computes."""
         try:
-            _, _, results, operands = self.partitioned(mesh, dims)
+            _, lower, results, operands = self.partitioned(mesh, dims)
             kept = self.axes(operands, results)
+            ins = zip(self.in_tree.flatten_up_to(operands), self.tensors, strict=False)
+            pieces = [Shape(one.shard_shape(t.shape), t.dtype) for one, t in ins]
+            trace = jax.make_jaxpr(lower, axis_env=[*mesh.shape.items()])
+            made = trace(*self.in_tree.unflatten(pieces))
         except Exception as error:  # Users' callbacks raise any type.
-            return summary_of(error)
+            return summary_of(error), ""
         places = {(n, d): a for n, s in enumerate(kept) for d, a in enumerate(s) if a}
-        return None if places == dims else "its operands are to be whole along that dim"
+        if places != dims:
+            return "its operands are to be whole along that dim", ""
+        [[axis], *_] = dims.values()
+        text = f"{made} {[np.asarray(one).tolist() for one in made.consts]}"
+        # Without addresses of Python's objects, and the axis' name.
+        return "", re.sub(rf" at 0x[0-9a-f]+|{axis!r}", "", text)
 
     def axes(self, operands: Any, results: Any) -> list[Spec]:
         """Returns each tensor's mesh axes by dim, from trees of `NamedSharding` s."""
@@ -327,18 +336,18 @@ def _described(
     divide it. So the result is equal for meshes of all sizes.
     """
     axis = next(name for name, size in mesh.shape.items() if size > 1)
-    tried: dict[Factor, str | None] = {}
+    tried: dict[Factor, tuple[str, str]] = {}
     for factor in factors:
         ways = next((n for n in range(2, factor.size + 1) if factor.size % n == 0), 0)
         if ways:
             sizes = tuple(ways if name == axis else 1 for name in mesh.shape)
             shape = AbstractMesh(sizes, tuple(mesh.shape))
-            tried[factor] = call.refusal(shape, dict.fromkeys(factor.places, (axis,)))
-    kept = tuple(factor for factor, refusal in tried.items() if refusal is None)
-    refusals = tuple(dict.fromkeys(filter(None, tried.values())))
+            tried[factor] = call.tried(shape, dict.fromkeys(factor.places, (axis,)))
+    kept = tuple(factor for factor, (refusal, _) in tried.items() if not refusal)
+    refusals = tuple(dict.fromkeys(why for why, _ in tried.values() if why))
     rule = str(_written(kept, call.tensors, call.in_tree.num_leaves))
     content, flops = _inside(call.whole, call.platforms)
-    parts = content, rule, *refusals, call.in_tree, call.platforms
+    parts = content, rule, *tried.values(), call.in_tree, call.platforms
     digest = hashlib.sha256(repr([*map(str, parts)]).encode()).hexdigest()[:24]
     name = f"{_PREFIX}:{call.label}:{flops}:{digest}"
     _CALLS[name] = replace(call, name=name, factors=kept, refusals=refusals, rule=rule)

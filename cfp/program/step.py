@@ -146,9 +146,7 @@ class FlatStep:
             return None
         return None if changed or NoneType in map(type, leaves) else leaves
 
-    def _split(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, tuple[int | str, Any, Any] | None]:
+    def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """Returns dynamic (args, kwargs), and (key, old, new) of a changed static one.
 
         Keywords are made positional, and static arguments have their defaults.

@@ -75,12 +75,12 @@ STAY_AFTER_TURN = 1.02
 # Candidates with at least two samples tie if their medians differ by at most this
 # share: decisions.md, "Programs within 1 % are a tie".
 ALIKE = 0.01
-# Share of the leader's time from which other options for its collectives race, if these
-# did not overlap computation. On 2 H200 with NVLink no such options won in four models;
-# without peer-to-peer access they did.
+# Share of the leader's time from which all choices race with other options for
+# collectives, if these did not overlap computation. On 2 H200 with NVLink no such
+# options won in four models; without peer-to-peer access they did.
 LONG_COLLECTIVES = 0.25
 # Choices that race without a memory budget, the best by prediction. decisions.md,
-# "Choices race with large collectives, the leader with other options".
+# "Choices race with large collectives, and on slow links with other options".
 MOST_RACED = 6
 
 
@@ -155,7 +155,7 @@ class PlatformDefaults:
         combined_bytes: largest size of a collective that the compiler combines from
             several independent ones.
         launch_ms: the least time of a kernel, however little it computes.
-        compiler_options: named sets of XLA options that the leader may race with.
+        compiler_options: named sets of XLA options that leaders may race with.
         first_options: one named set that all race with if no memory budget is given.
         slow_to_tune: by names of kernels, options that turn them off. Segments and
             candidates compile with all of these; the plan by prediction also races
@@ -200,7 +200,7 @@ NO_LATENCY_HIDING: Mapping[str, str] = {
 }
 
 # Which options are fastest depends on program, plan and links: decisions.md, "Choices
-# race with large collectives, the leader with other options".
+# race with large collectives, and on slow links with other options".
 _LARGE_COLLECTIVES: Mapping[str, str] = {
     f"xla_gpu_{kind}_combine_threshold_bytes": str(2**28)
     for kind in ("all_gather", "all_reduce", "reduce_scatter")

@@ -75,16 +75,21 @@ def variants(one: Candidate, rules: PlatformDefaults) -> list[Candidate]:
     The first is the leader, without `rules.first_options` if it has them. Others add a
     set of `rules.compiler_options` to the first. A preset also gets its other levels.
     """
-    plain = one
-    for name, chosen in rules.first_options.items():
-        if one.name.endswith(f", {name}"):
-            plain = one.without(chosen, name=one.name.removesuffix(f", {name}"))
     others = [
         replace(one, name=level_name(one.name, level), level=level)
         for level in rules.levels
         if one.is_preset and level in _PRESET_LEVELS and level is not one.level
     ]
+    plain = without_first_options(one, rules)
     return [plain, *with_options(plain, rules.compiler_options), *others]
+
+
+def without_first_options(one: Candidate, rules: PlatformDefaults) -> Candidate:
+    """Returns a candidate without `rules.first_options`; unchanged if it has none."""
+    for name, chosen in rules.first_options.items():
+        if one.name.endswith(f", {name}"):
+            return one.without(chosen, name=one.name.removesuffix(f", {name}"))
+    return one
 
 
 def with_options(

@@ -37,7 +37,14 @@ from cfp.race.compile import (
     known_records,
     results_of,
 )
-from cfp.race.programs import RaceProgram, RaceResult, fits, variants
+from cfp.race.programs import (
+    RaceProgram,
+    RaceResult,
+    fits,
+    variants,
+    with_options,
+    without_first_options,
+)
 from cfp.search.guided import Candidate
 from cfp.settings import (
     ALIKE,
@@ -356,28 +363,33 @@ def second_race(
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Selects candidates of a second race from results of the first.
 
-    If `rates` are given, the platform's options race only with long collectives.
+    If `rates` are given, the platform's options race only with long collectives. Then
+    the other choices race with them, too: options may change the order of choices.
 
     Returns:
-        The leader, others at most 4 % slower, and the fastest preset; and variants of
-        the leader that did not race. Both empty if no candidate ran and fits.
+        The leader, others at most 4 % slower, and the fastest preset; and variants that
+        did not race. Both empty if no candidate ran and fits.
     """
     ran = sorted((one for one in raced if one.ran), key=lambda one: one.time_ms)
     if not ran:
         return [], []
-    leader = ran[0]
-    least_ms = LONG_COLLECTIVES * leader.time_ms
-    # A user's own options race in any case.
-    if rules.first_options and rates and _collectives_ms(leader, rates) < least_ms:
-        rules = replace(rules, compiler_options={}, first_options={})
+    leader, others = ran[0], dict[object, Candidate]()
+    # A user's own options race in any case, with the leader.
+    if rules.first_options and rates:
+        if _collectives_ms(leader, rates) < LONG_COLLECTIVES * leader.time_ms:
+            rules = replace(rules, compiler_options={}, first_options={})
+        for one in ran:
+            others.setdefault(one.candidate.choice, one.candidate)
+        del others[leader.candidate.choice]
+    options, first = rules.compiler_options, rules.first_options
+    more = {name: chosen for name, chosen in options.items() if name not in first}
+    found = variants(leader.candidate, rules)
+    for other in others.values():
+        found += with_options(without_first_options(other, rules), more)
     # A remembered candidate may be one of the variants.
     keys = {one.candidate.key for one in raced}
     names = {one.name for one in raced}
-    new = [
-        one
-        for one in variants(leader.candidate, rules)
-        if one.key not in keys and one.name not in names
-    ]
+    new = [one for one in found if one.key not in keys and one.name not in names]
     near = [one for one in ran if one.time_ms <= STAY_AFTER_LOOK * leader.time_ms]
     best = [one for one in ran if one.candidate.is_preset][:1]
     return [*{one.name: one.candidate for one in (*near, *best)}.values()], new

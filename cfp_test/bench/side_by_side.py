@@ -217,15 +217,21 @@ class Found:
     outcome: RaceOutcome
     seconds: float
 
-    def presets(self, count: int) -> list[tuple[Candidate, float]]:
-        """The presets that were fastest, compiled without their compiler options."""
+    def presets(self, count: int, limited: bool) -> list[tuple[Candidate, float]]:
+        """The presets that were fastest, without compiler options.
+
+        Args:
+            limited: True under a budget: options that limit memory stay, and the plan
+                is left out.
+        """
         raced: dict[Any, tuple[Candidate, float]] = {}
         for one, ms in sorted(self.outcome.raced, key=lambda pair: pair[1]):
             name, whole = one.name.split(", ")[0], ConstraintLevel.EVERYTHING
             name += f", {one.level} constrained" * (one.level is not whole)
-            plain = one.without(one.options, name)
-            if one.is_preset:
-                raced.setdefault(plain.key, (plain, ms))
+            kept = one if limited else one.without(one.options, name)
+            is_plan = limited and one.key == self.outcome.winner.key
+            if one.is_preset and not is_plan:
+                raced.setdefault(kept.key, (kept, ms))
         return [*raced.values()][:count]
 
     def presets_not_compiled(self) -> list[Candidate]:
@@ -410,12 +416,12 @@ def cfp_way(maker: Maker, group: str, one: Candidate, **about: Any) -> Way:
 
 
 def plan_and_presets(
-    found: Found, maker: Maker, count: int
+    found: Found, maker: Maker, count: int, limited: bool = False
 ) -> Iterator[tuple[str, Way]]:
     """The plan, and the presets that were fastest in its race."""
     winner = found.outcome.winner
     yield "planned", cfp_way(maker, "planned", winner)
-    for one, ms in found.presets(count):
+    for one, ms in found.presets(count, limited):
         same = one.key == winner.key
         way = cfp_way(maker, "preset", one, raced_ms=ms, is_the_plan=same)
         yield f"preset {one.name}", way
@@ -680,9 +686,9 @@ def _under_budgets(
             record.write()
             continue
         record.data["budgets"][title] = {"bytes": budget, **found.about()}
-        made = compiled(plan_and_presets(found, maker, 2), record, f"{title}: ")
+        made = compiled(plan_and_presets(found, maker, 2, True), record, f"{title}: ")
         # The one that raced may be slow with its arguments alone constrained.
-        if len(found.presets(2)) < 2:
+        if len(found.presets(2, limited=True)) < 2:
             made |= _presets_that_fit(found, maker, budget, record, f"{title}: ")
         if not turns(made, end=given.until, prefix=f"{title}: "):
             return False

@@ -125,16 +125,27 @@ def test_the_leader_alone_races_with_other_options():
 
 @pytest.mark.parametrize("ms", [2.0, 3.0])
 def test_options_for_collectives_race_only_where_these_take_long(ms):
-    """2 of 9 ms are less than a quarter, 3 are more; a user's own options race."""
+    """2 of 9 ms are less than a quarter, 3 are more: then all choices race with them.
+
+    A user's own options race with the leader alone.
+    """
     usual = defaults_of("gpu")
     curves = {("all-gather", ("x",)): ((1 << 20, ms / 4),)}
     rates = replace(Rates.default((("x", 2),)), curves=curves)
     gathers = Collective(kind="all-gather", bytes=1 << 20, group_size=2, count=4)
-    entry = with_options(Candidate("planned", "planned"), usual.first_options)[0]
-    raced = [replace(timed(entry), collectives=(gathers,))]
-    assert bool(second_race(raced, usual, rates)[1]) == (ms > 2)
+    entries = [
+        with_options(Candidate(name, name), usual.first_options)[0]
+        for name in ("planned", "zero1")
+    ]
+    raced = [
+        replace(timed(one, 9.0 + place), collectives=(gathers,))
+        for place, one in enumerate(entries)
+    ]
+    names = ["planned", "planned, no latency hiding", "zero1, no latency hiding"]
+    new = [one.name for one in second_race(raced, usual, rates)[1]]
+    assert new == (names if ms > 2 else [])
     own = replace(usual, first_options={})
-    assert second_race(raced, own, rates)[1]
+    assert {one.choice for one in second_race(raced, own, rates)[1]} == {"planned"}
 
 
 class Seen(Exception):

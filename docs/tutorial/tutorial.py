@@ -166,9 +166,9 @@ print(plan)
 # - *segments* are the parts of the model: the two blocks are alike, and share one
 #   line. Each product is named by its weight, with the dim that axis `x` splits: the
 #   `rows` (the batch, so data parallelism), the `columns`, or the dim that is
-#   `contracted` (after `columns`: tensor parallelism). The last words say how parameters
-#   and optimizer state are stored: as the step uses them, or sharded further and
-#   gathered before use.
+#   `contracted` (after `columns`: tensor parallelism). The last words say how
+#   parameters and optimizer state are stored: as the step uses them, or sharded
+#   further and gathered before use.
 # - *arguments* counts how many arrays of state and batch are sharded.
 # - *worth by prediction* says how much longer the step would take without a kind of
 #   choice: here 0.167 ms without storing parameters in shards.

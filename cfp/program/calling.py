@@ -22,6 +22,7 @@ from collections.abc import (
     MappingView,
     Sequence,
 )
+from contextlib import suppress
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple, TypeVar
@@ -99,7 +100,7 @@ def chosen(
         OptionError: `fn` has no argument of a name, or the call none at a position.
     """
     every, known, words = _parameters(fn), {*passed}, {*sequence(names, str)}
-    unknown = sorted(words - {*(every or ())})
+    unknown = sorted(map(str, words - {*(every or ())}))
     if unknown and every is not None and not _takes_any(every):
         raise OptionError(
             f"{option}_argnames names {unknown}, which the step lacks. "
@@ -151,9 +152,11 @@ def by_position(
     except (TypeError, ValueError):  # No signature, or one that does not fit.
         return tuple(args), dict(kwargs)
     for i, (name, one) in enumerate(bound.signature.parameters.items()):
-        if (i in static or name in static) and isinstance(one.default, Hashable):
-            if one.default is not one.empty and one.kind is not one.POSITIONAL_ONLY:
-                bound.arguments.setdefault(name, one.default)
+        if (i in static or name in static) and one.default is not one.empty:
+            with suppress(TypeError):  # Parts of a frozen dataclass may be lists.
+                hash(one.default)
+                if one.kind is not one.POSITIONAL_ONLY:
+                    bound.arguments.setdefault(name, one.default)
     return bound.args, bound.kwargs
 
 
@@ -211,10 +214,9 @@ def leaves_of_modules(passed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _may_change(node: Any) -> bool:
     """True for a custom pytree node (module) that is no frozen dataclass."""
-    if not is_module(node):
-        return False
     parameters = getattr(type(node), "__dataclass_params__", None)
-    return not (dataclasses.is_dataclass(node) and parameters and parameters.frozen)
+    is_frozen = dataclasses.is_dataclass(node) and parameters and parameters.frozen
+    return is_module(node) and not is_frozen
 
 
 def may_change_any(tree: Any) -> bool:
@@ -233,17 +235,14 @@ def lost_changes(
         run: the step over flat leaves; returns (results, {path: value set in place}).
     """
     paths: list[str] = []
-    count = 0
 
     def flat(*leaves: Any) -> Any:
-        nonlocal count
         result, changed = run(*leaves)
         paths[:] = changed
-        results = tree_leaves(result)
-        count = len(results)
-        return results, [changed[path] for path in paths]
+        return tree_leaves(result), [*changed.values()]
 
     jaxpr = jax.make_jaxpr(flat)(*avals).jaxpr
+    count = len(jaxpr.outvars) - len(paths)
     outs, found = jaxpr.outvars[:count], jaxpr.outvars[count:]
     needed = {v for v in outs if isinstance(v, Var)}
     for eqn in reversed(jaxpr.eqns):
@@ -269,10 +268,8 @@ def _origin(var: Any, makers: Mapping[Any, JaxprEqn]) -> Any:
         inner = getattr(inner, "jaxpr", inner)
         if not isinstance(inner, Jaxpr) or len(inner.outvars) != len(eqn.outvars):
             return var
-        if len(inner.invars) != len(eqn.invars):
-            return var
         source = _origin(inner.outvars[eqn.outvars.index(var)], _makers(inner))
-        if source not in inner.invars:
+        if len(inner.invars) != len(eqn.invars) or source not in inner.invars:
             return var
         var = eqn.invars[inner.invars.index(source)]
     return var
@@ -293,8 +290,7 @@ def static_differences(before: Any, now: Any) -> Iterator[tuple[Any, str]]:
             # Values such as arrays have no single truth value; children are dynamic.
             is_same = repr(old[field]) == repr(new[field])
             if not (is_same or id(old[field]) in children):
-                text = f"/{field} = {shown(new[field])}, was {shown(old[field])}"
-                yield path, text
+                yield path, f"/{field} = {shown(new[field])}, was {shown(old[field])}"
 
 
 def _nodes(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[Any]:

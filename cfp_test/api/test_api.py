@@ -1,5 +1,6 @@
 """The library from the outside: plan, save, load, apply, and what is refused."""
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -627,6 +628,26 @@ def test_a_static_default_may_stand_behind_an_argument_that_is_left_out(mesh, ca
     )
     for call in (lambda: planned(X), lambda: planned(X, n=3)):
         np.testing.assert_allclose(call(), X * 6)
+    assert len(planned.plans) == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    parts: list = dataclasses.field(default_factory=lambda: [2, 3])
+
+
+@pytest.mark.parametrize("default", [Sizes(), float("nan")])
+def test_any_static_default_may_be_left_out(default, mesh, cache):
+    """As in jax.jit: also one that cannot be hashed, or differs from itself."""
+
+    def step(x, n=default):
+        return x * (6 if n is default else 1)
+
+    planned = cfp.parallelize(
+        step, mesh=mesh, static_argnames="n", cache_dir=cache, settings=QUICK
+    )
+    for _ in range(2):
+        np.testing.assert_allclose(planned(X), X * 6)
     assert len(planned.plans) == 1
 
 

@@ -220,6 +220,23 @@ def test_swapped_arguments_are_named_if_the_other_order_traces(run):
         assert (hint in str(caught.value)) == said
 
 
+def test_a_position_is_no_name(run):
+    with pytest.raises(cfp.OptionError, match=r"static_argnames names \['0'\]"):
+        run(scaled, SMALL, static_argnames=(0, "x"))
+
+
+def test_arguments_of_equal_types_are_not_tried_swapped(run):
+    traced = []
+
+    def step(w, x, *others):
+        traced.append(w)
+        return w["none"]
+
+    with pytest.raises(cfp.StepNotTraceable):
+        run(step, X, X, X, X)
+    assert len(traced) == 1
+
+
 @pytest.mark.explained("A pin matches no argument, or does not fit")
 def test_pins_that_do_not_fit_are_refused_by_name(run, plan, tmp_path, golden):
     golden("pins", messages(PINS, run, plan, tmp_path))

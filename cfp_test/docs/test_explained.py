@@ -9,8 +9,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import P
+from jax.sharding import AxisType
 
+import cfp
 from cfp.checking.check import Differences, Leaf
 from cfp.checking.trial import StepResult, Trial
 from cfp.cli.running import check_text, list_failures, trial_data
@@ -71,6 +75,23 @@ def test_what_is_donated_and_not_returned():
     step = flatten_step(lambda x: x.sum(), (jnp.ones(8),), donate_argnums=0)
     with pytest.warns(UserWarning, match="Some donated buffers were not usable"):
         trace(step, mesh)
+
+
+@pytest.mark.explained("Outside the step, JAX wants shardings")
+def test_results_have_the_axis_types_of_their_mesh():
+    """JAX refuses a lookup in a result on Explicit axes, and takes it on Auto ones."""
+
+    def rows(**types):
+        mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], **types)
+        how = {"mesh": mesh, "pins": {"table": P("x")}, "donate_argnums": 0}
+        step = cfp.parallelize(lambda table: table * 2, quiet=True, **how)
+        doubled = step(jnp.arange(32.0).reshape(8, 4))
+        return jax.jit(lambda table: table[jnp.arange(3)])(doubled)
+
+    with pytest.raises(Exception, match=r"Use `.at\[...\].get\(out_sharding=\)`"):
+        rows()
+    expected = 2 * np.arange(12.0).reshape(3, 4)
+    np.testing.assert_array_equal(rows(axis_types=(AxisType.Auto,)), expected)
 
 
 def checked(off: float, rounding: float) -> Trial:

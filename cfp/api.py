@@ -218,8 +218,8 @@ def _warn_undivided(plan: Plan) -> None:
     whole = [one for one in plan.uneven if one.split("/")[0].split()[0] not in given]
     if whole:
         warn(
-            f"The mesh does not divide {few(whole, most=8)}: every device has all of "
-            "it. Pad it, or choose a size that the mesh divides."
+            f"The mesh does not divide {few(whole, most=8)}: it is stored whole, and "
+            "may be computed in padded parts. Pad it, or choose a size that it divides."
         )
 
 

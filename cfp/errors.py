@@ -44,7 +44,7 @@ def known_names(
     """
     names, plain = [*known], plain_name(name)
     by_plain = {  # Of paths the ends, too; the shortest path of an end counts.
-        plain_name("/".join(one.split("/")[start:])): one
+        plain_name("/".join(one.split("/")[start:]).removesuffix("/value")): one
         for one in sorted(names, key=len, reverse=True)
         for start in range(one.count("/") + 1)
     }
@@ -125,7 +125,7 @@ class OptionError(CfpError, TypeError):
 
 
 class StepNotTraceable(CfpError):
-    """JAX cannot trace or lower the step, or the arguments' structure has changed."""
+    """JAX cannot trace or lower the step."""
 
 
 class PlanMismatch(CfpError):

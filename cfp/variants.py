@@ -55,7 +55,7 @@ from cfp.search.guided import Candidate, Estimate
 from cfp.settings import ESTIMATES_SHARE, HOST_BYTES_PER_MS, Dimension, defaults_of
 from cfp.view.console import shown
 from cfp.view.evidence import with_figures
-from cfp.view.words import RESERVE_BYTES
+from cfp.view.words import RESERVE_BYTES, SAME_MS
 
 now = time.monotonic
 _PLANNED = 2
@@ -287,7 +287,9 @@ class _Planning:
         races = left > 1  # The last race takes a share of the time, too.
         for one in order:
             if not left:
-                one.note = f"behind {order[0].variant.name} by estimate"
+                more_ms = one.estimate.time_ms - order[0].estimate.time_ms
+                how = "as fast as" if abs(more_ms) < SAME_MS else "behind"
+                one.note = f"{how} {order[0].variant.name} by estimate"
             elif one is not order[0] and not self.left():
                 one.note = UNPLANNED
             else:
@@ -394,10 +396,8 @@ class _Planning:
             return analyze_step(step, variant.mesh, self.options.pins)
 
     def options_of(self, name: str, seconds: float) -> PlanOptions:
-        settings = replace(
-            self.options.settings, seconds=seconds, progress=partial(self.tell, name)
-        )
-        return replace(self.options, settings=settings)
+        how = {"seconds": seconds, "progress": partial(self.tell, name)}
+        return replace(self.options, settings=replace(self.options.settings, **how))
 
     def tell(self, name: str, event: Progress | str) -> None:
         """Passes on a progress event, after the variant's name if there are several."""

@@ -289,7 +289,7 @@ def _like(name: str, pattern: str) -> str:
     parts = pattern.split("/")
     ends = name.removesuffix("/value").split("/")[-len(parts) :]
     if "*" not in pattern or len(ends) < len(parts):
-        return name.removesuffix("/value")
+        return name
     pairs = zip(parts, ends, strict=True)
     return "/".join(part if "*" in part else end for part, end in pairs)
 

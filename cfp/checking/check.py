@@ -177,10 +177,10 @@ class Differences(list[Leaf]):
         return max(decided, key=lambda x: x.relative_l2 / x.allowed, default=None)
 
     def __str__(self) -> str:
-        lines = [f"{one.path or 'result'}: {one.relative_l2:.1e}" for one in self]
-        more = len(lines) - _MOST_SHOWN
-        lines[_MOST_SHOWN:] = [f"and {more} more, none larger"] if more > 0 else []
-        return "\n".join(["Relative L2 distances, the largest first:", *lines])
+        every = [f"{one.path or 'result'}: {one.relative_l2:.1e}" for one in self]
+        lines, rest = every[:_MOST_SHOWN], self[_MOST_SHOWN:]
+        more = (f"and {len(rest)} more, at most {x.relative_l2:.1e}" for x in rest[:1])
+        return "\n".join(["Relative L2 distances, the largest first:", *lines, *more])
 
 
 # Results of whole models are tens of gigabytes: they stay on the devices, and only

@@ -72,11 +72,11 @@ class Trial:
     drawn: bool = False
 
     def named(self, path: str) -> str:
-        """Name of a result; new state has its argument's name, such as ``w/up``."""
+        """Names a result: ``result[1]/loss``; new state as its argument: ``w/up``."""
         if "" in self.state:
             return f"{self.state['']}/{path}".rstrip("/")
         place, slash, rest = path.partition("/")
-        return f"{self.state.get(place, place)}{slash}{rest}" or _WHOLE
+        return f"{self.state.get(place) or _result_name(place)}{slash}{rest}"
 
     @property
     def median_ms(self) -> float:
@@ -101,7 +101,9 @@ class Trial:
         return {leaf.path for leaf in self.every if leaf.is_undecided}
 
 
-_WHOLE = "result"  # Name of the result of a step that returns one array.
+def _result_name(place: str) -> str:
+    """Names a result: ``result[2]``, a dict's key, or ``result`` of one array."""
+    return f"result[{place}]" if place.isdigit() else place or "result"
 
 
 def run_trial(
@@ -174,10 +176,8 @@ def run_trial(
                 at = f"checking step {number + 1} of {steps}"
                 found = checking.step(lambda what, at=at: tell(f"{at}: {what}"))
                 results[number] = replace(one, comparison=found)
-            about = {
-                "tolerance": checking.tolerance,
-                "preset": checking.reference.preset,
-            }
+            about["tolerance"] = checking.tolerance
+            about["preset"] = checking.reference.preset
             about["narrow"] = bool(checking.planned.narrow)
     about |= {"checked": check, "state": state, "drawn": target.draws}
     return Trial(steps=tuple(results), **about)
@@ -234,6 +234,5 @@ def _metrics(result: Any, feedback: Mapping[int, int | None]) -> dict[str, float
             continue
         if leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.floating):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            own = f"{_WHOLE}[{name}]" if name else _WHOLE
-            found[name.partition("/")[2] or own] = float(leaf)
+            found[name.partition("/")[2] or _result_name(name)] = float(leaf)
     return found

@@ -111,8 +111,8 @@ class FlatStep:
         """Returns the leaves of a call's dynamic arguments; does not check their types.
 
         Raises:
-            PlanMismatch: a static argument has another value or type, or is left out.
-            StepNotTraceable: the arguments have another structure.
+            PlanMismatch: a static argument has another value or type, or is left out;
+                or the arguments have another structure.
         """
         dynamic, changed = self._split(args, kwargs)
         if changed is not None:
@@ -125,7 +125,7 @@ class FlatStep:
         if tree != self.in_tree:
             leaves, tree = tree_flatten(calling.fixed(dynamic))
         if tree != self.in_tree:
-            raise StepNotTraceable(
+            raise PlanMismatch(
                 "The arguments' structure changed since the step was planned: "
                 f"{self.changes(tree, leaves)}. Pass what was planned for, or plan "
                 "again."

@@ -246,7 +246,7 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (words.budget_text, "{}"),
     (_pinned, "pinned in all candidates, {}: {}"),
     (_in_host, "in host memory between steps: {}"),
-    (lambda plan: few(plan.uneven), "whole, since the mesh does not divide them: {}"),
+    (lambda p: few(p.uneven), "stored whole, since the mesh does not divide them: {}"),
     (
         lambda plan: few(plan.split),
         "whole on each device, as a reshape puts consecutive rows into a microbatch: "

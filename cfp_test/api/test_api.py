@@ -523,7 +523,7 @@ def test_a_string_is_one_axis_and_a_whole_path_is_one_argument(mesh, cache):
         ("params/layer_1/kernel", "parms/layer_*/kernel", "params/layer_*/kernel"),
         ("w/up", "w/upp", "w/up"),
         ("state/params/embed", "embd", "state/params/embed"),
-        ("net/up/kernel/value", "kernl", "net/up/kernel"),
+        ("net/up/kernel/value", "kernl", "net/up/kernel/value"),
     ],
 )
 def test_a_hint_keeps_the_wildcard(quick, path, pattern, hint):

@@ -316,6 +316,7 @@ def test_the_plan_says_what_all_variants_took(monkeypatch, altered, tmp_path):
     altered(lambda found, number: found)
     found = cfp.plan_fastest(SHAPES, **small(tmp_path))
     assert notes(found)["line"] == "behind flat by estimate"
+    assert notes(found)["cube"] == "as fast as flat by estimate"
     assert found.plan.search["seconds_of_all_variants"] > 0.0
 
 

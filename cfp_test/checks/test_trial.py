@@ -73,6 +73,8 @@ def test_a_result_that_is_one_array_has_a_name():
     assert trial((0.0, 0.0)).named("") == "result"
     assert _metrics(jnp.ones(()), {}) == {"result": 1.0}
     assert _metrics((jnp.ones(()),), {}) == {"result[0]": 1.0}
+    assert trial((0.0, 0.0)).named("0") == "result[0]"
+    assert _metrics({"loss": jnp.ones(())}, {}) == {"loss": 1.0}
 
 
 def test_infinities_must_agree_and_hide_nothing():
@@ -197,5 +199,5 @@ def test_differences_are_shown_by_the_largest_few():
     }
     shown = str(compare(found, expected)).splitlines()
     assert shown[1] == "w8: 8.0e-02" and shown[5] == "w4: 4.0e-02"
-    assert shown[6] == "and 4 more, none larger" and len(shown) == 7
+    assert shown[6] == "and 4 more, at most 3.0e-02" and len(shown) == 7
     assert str(compare(np.ones(2), np.ones(2))).endswith("\nresult: 0.0e+00")

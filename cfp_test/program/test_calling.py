@@ -9,7 +9,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import cfp
-from cfp.errors import StepNotTraceable
+from cfp.errors import PlanMismatch, StepNotTraceable
 from cfp.program.calling import Fixed, fixed, has_fixed, released
 from cfp.program.step import flatten_step
 
@@ -119,9 +119,9 @@ def test_another_setting_is_refused():
     net, acting = nets()
     step = flatten_step(lambda net, x: jax.vmap(net)(x, None), (acting, X))
     other = eqx.tree_at(lambda net: net.act, acting, jnp.sin)
-    with pytest.raises(StepNotTraceable, match=r"net/act = .*sin.*, was <"):
+    with pytest.raises(PlanMismatch, match=r"net/act = .*sin.*, was <"):
         step.flatten((other, X), {})
-    with pytest.raises(StepNotTraceable, match="missing: net/net/up/weight"):
+    with pytest.raises(PlanMismatch, match="missing: net/net/up/weight"):
         step.flatten((net, X), {})
 
 

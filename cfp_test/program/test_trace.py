@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cfp.errors import CfpError, OptionError, StepNotTraceable
+from cfp.errors import CfpError, OptionError, PlanMismatch, StepNotTraceable
 from cfp.program import shardy
 from cfp.program.constrain import Constraints, constrain
 from cfp.program.jaxprs import equations
@@ -123,7 +123,7 @@ def test_a_class_that_jax_does_not_know_is_to_be_registered(wrap):
 
 def test_refuses_another_structure():
     step = flatten_step(lambda s: s, ({"a": X},))
-    with pytest.raises(StepNotTraceable, match="structure changed"):
+    with pytest.raises(PlanMismatch, match="structure changed"):
         step.flatten(({"b": X},), {})
 
 

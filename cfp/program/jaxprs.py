@@ -222,14 +222,9 @@ _OF_A_TRACE = re.compile(r"weak_type=\w+|\b0x[0-9a-f]+")
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """Lists the jaxprs in an equation's parameters, sorted by the parameters' names."""
-    found: list[Jaxpr] = []
-
-    def noted(jaxpr: Jaxpr) -> Jaxpr:
-        found.append(jaxpr)
-        return jaxpr
-
-    with_inner(eqn, noted)
-    return found
+    params = [eqn.params[name] for name in sorted(eqn.params)]
+    found = (getattr(one, "jaxpr", one) for one in jax.tree.leaves(params))
+    return [one for one in found if isinstance(one, Jaxpr)]
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

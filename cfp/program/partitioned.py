@@ -44,6 +44,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from cfp.errors import StepNotTraceable, summary_of
 from cfp.program import shardy
 from cfp.program.graph import PARTITIONED, Spec, axes_of, inner_flops
+from cfp.program.jaxprs import equations
 from cfp.program.read import read_program
 from cfp.program.rules import Rule, rule_of
 
@@ -140,22 +141,29 @@ class PartitionedCall:
         if places != dims:
             return "its operands are to be whole along that dim", ""
         [[axis], *_] = dims.values()
-        text = f"{made} {[np.asarray(one).tolist() for one in made.consts]}"
+        text = f"{made} {[*_digests(made)]}"
         # Without addresses of Python's objects, and the axis' name.
         return "", re.sub(rf" at 0x[0-9a-f]+|{axis!r}", "", text)
 
     def axes(self, operands: Any, results: Any) -> list[Spec]:
         """Returns each tensor's mesh axes by dim, from trees of `NamedSharding` s."""
-        leaves = (
-            *self.in_tree.flatten_up_to(operands),
-            *self.out_tree.flatten_up_to(results),
-        )
+        leaves = self.in_tree.flatten_up_to(operands)
+        leaves = [*leaves, *self.out_tree.flatten_up_to(results)]
         pairs = zip(leaves, self.tensors, strict=True)
         return [axes_of(one.spec, len(t.shape)) for one, t in pairs]
 
 
 def _shapes(avals: Iterable[Any]) -> tuple[Shape, ...]:
     return tuple(Shape(a.shape, a.dtype) for a in avals)
+
+
+def _digests(jaxpr: ClosedJaxpr) -> Iterator[str]:
+    """Yields digests of a jaxpr's constants, and of those in inner jaxprs."""
+    inner = jax.tree.leaves([[*e.params.values()] for e in equations(jaxpr.jaxpr)])
+    for const in (x for one in (jaxpr, *inner) for x in getattr(one, "consts", ())):
+        is_key = jax.dtypes.issubdtype(const.dtype, jax.dtypes.prng_key)
+        numbers = np.asarray(jax.random.key_data(const) if is_key else const)
+        yield hashlib.sha256(numbers.tobytes()).hexdigest()
 
 
 # Calls by name, by name and mesh, and by description: kept until the process ends,
@@ -214,13 +222,11 @@ def factors_of_cudnn(
     if getattr(partition, "__module__", "") != _CUDNN_MODULE or name not in _CUDNN:
         return []
     layout = _CUDNN_LAYOUTS[static_args[_CUDNN_LAYOUT_ARGUMENT]]
-    found = []
+    found, pairs = [], [*enumerate(zip(tensors, _CUDNN[name], strict=False))]
     for letter in "BN":
         places = tuple(
             (number, dim)
-            for number, (tensor, letters) in enumerate(
-                zip(tensors, _CUDNN[name], strict=False)
-            )
+            for number, (tensor, letters) in pairs
             if len(letters) == len(tensor.shape)
             for dim, own in enumerate(layout if letters == _HEADS else letters)
             if own == letter and tensor.shape[dim] > 1
@@ -289,9 +295,8 @@ def _lower(
     **_: Any,
 ) -> Sequence[ir.Value]:
     around = context.module_context.axis_context
-    manual = isinstance(around, mlir.SPMDAxisContext) and set(
-        around.manual_axes
-    ) == set(around.mesh.axis_names)
+    manual = isinstance(around, mlir.SPMDAxisContext)
+    manual = manual and {*around.manual_axes} == {*around.mesh.axis_names}
     if manual or mesh is None or mesh.size == 1:
         inside = mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)
         return inside(context, *values)
@@ -406,8 +411,7 @@ def bind(module: ir.Module, mesh: Mesh) -> None:
         name = ir.StringAttr(op.attributes[_CONFIG]).value
         if "@" in name:
             continue
-        call = _CALLS.get(name)
-        if call is None:
+        if (call := _CALLS.get(name)) is None:
             raise StepNotTraceable(
                 f"The program has a custom_partitioning op, {name!r}, whose callbacks "
                 "are not in this process. Trace or plan the step here: its callbacks "

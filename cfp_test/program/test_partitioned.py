@@ -187,7 +187,8 @@ def scaled_by(factor):
         return x * 2.0
 
     def partition(mesh, args, result):
-        return mesh, lambda x: x * factor, result.sharding, (args[0].sharding,)
+        scale = factor if callable(factor) else lambda x: x * factor
+        return mesh, scale, result.sharding, (args[0].sharding,)
 
     op.def_partition(partition, sharding_rule="i j -> i j")
     return op
@@ -201,6 +202,23 @@ def test_callbacks_of_equal_computations_are_kept_apart(tmp_path):
     alone = [cfp.parallelize(op, **how) for op in ops]
     for found in (both(x), [step(x) for step in alone]):
         assert [float(one.max()) for one in found] == [2.0, 6.0]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_callbacks_with_other_constants_are_kept_apart(wrapped, tmp_path):
+    """Also with constants of inner functions, and with random keys."""
+    x, mesh, key = jnp.ones((8, 8)), make_mesh((("x", 2),)), jax.random.key(0)
+
+    def times(table):
+        def factor(x):
+            return x * jnp.take(table, 1000) * (jax.random.bits(key) >= 0)
+
+        return scaled_by(jax.jit(factor) if wrapped else factor)
+
+    ops = [times(jnp.ones(2000).at[1000].set(n)) for n in (2.0, 6.0)]
+    how = {"mesh": mesh, "preset": "data_parallel", "cache_dir": tmp_path}
+    found = cfp.parallelize(lambda x: [op(x) for op in ops], **how)(x)
+    assert [float(one.max()) for one in found] == [2.0, 6.0]
 
 
 def distance(fn, args, got):

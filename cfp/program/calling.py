@@ -11,7 +11,6 @@ step is traced and called.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import (
     Callable,
@@ -43,6 +42,7 @@ from jax.tree_util import (
 
 from cfp.errors import OptionError, StepNotTraceable, known_names
 from cfp.printable import counted, few, shown
+from cfp.program.jaxprs import equations
 
 
 def check_keywords(
@@ -78,6 +78,11 @@ def check_hashable(key: int | str, value: Any) -> None:
 
 
 _Kind = TypeVar("_Kind", int, str)
+# Operations whose results have their operands' values, up to dtype, shape and place.
+_MOVES = (
+    "broadcast_in_dim concatenate convert_element_type copy device_put reshape squeeze "
+    "optimization_barrier random_unwrap sharding_constraint stack transpose"
+).split()
 
 
 def sequence(one_or_many: _Kind | Sequence[_Kind], kind: type[_Kind]) -> list[_Kind]:
@@ -187,17 +192,19 @@ def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | Non
 
 
 def changed(
-    before: Mapping[str, Any], passed: Mapping[str, Any]
-) -> dict[str, jax.Array]:
-    """Returns {path: new array} of leaves in `before` that modules have replaced.
+    before: Mapping[str, Any], passed: Mapping[str, Any], result: Any
+) -> dict[str, tuple[Any, jax.Array]]:
+    """Returns {path: (given, new)} of arrays set in place that are no leaf of `result`.
 
     `before` is {path: leaf}, `passed` is {name: argument}; see `leaves_of_modules`.
     """
-    now = dict(leaves_of_modules(passed))
+    returned = {id(leaf) for leaf in tree_leaves(result)}
     return {
-        path: now[path]
-        for path, leaf in before.items()
-        if now.get(path, leaf) is not leaf and isinstance(now[path], jax.Array)
+        path: (before[path], new)
+        for path, new in leaves_of_modules(passed)
+        if isinstance(new, jax.Array)
+        and before.get(path, new) is not new
+        and id(new) not in returned
     }
 
 
@@ -215,64 +222,59 @@ def leaves_of_modules(passed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _may_change(node: Any) -> bool:
     """True for a custom pytree node (module) that is no frozen dataclass."""
     parameters = getattr(type(node), "__dataclass_params__", None)
-    is_frozen = dataclasses.is_dataclass(node) and parameters and parameters.frozen
-    return is_module(node) and not is_frozen
-
-
-def may_change_any(tree: Any) -> bool:
-    """True if a pytree has a module (custom node) that is no frozen dataclass."""
-    return any(map(_may_change, tree_leaves(tree, is_leaf=_may_change)))
+    return is_module(node) and not getattr(parameters, "frozen", False)
 
 
 def lost_changes(
-    run: Callable[..., tuple[Any, Mapping[str, Any]]], avals: Sequence[Any]
+    run: Callable[..., tuple[Any, Mapping[str, tuple[Any, Any]]]], avals: Sequence[Any]
 ) -> list[str]:
-    """Returns paths of values that a step sets in place and no result depends on.
+    """Returns paths of values that a step sets in place and does not return.
 
-    A value that is an unchanged argument is not lost, either.
+    A value that equals the given one is not lost.
 
     Args:
-        run: the step over flat leaves; returns (results, {path: value set in place}).
+        run: the step over flat leaves; returns (results, {path: (given, new value)}).
     """
     paths: list[str] = []
 
     def flat(*leaves: Any) -> Any:
         result, changed = run(*leaves)
         paths[:] = changed
-        return tree_leaves(result), [*changed.values()]
+        pairs = [*changed.values()]
+        given = [x if isinstance(x, jax.Array) else 0 for x, _ in pairs]
+        return given, [new for _, new in pairs], tree_leaves(result)
 
     jaxpr = jax.make_jaxpr(flat)(*avals).jaxpr
-    count = len(jaxpr.outvars) - len(paths)
-    outs, found = jaxpr.outvars[:count], jaxpr.outvars[count:]
-    needed = {v for v in outs if isinstance(v, Var)}
-    for eqn in reversed(jaxpr.eqns):
-        if not needed.isdisjoint(eqn.outvars):
-            needed.update(v for v in eqn.invars if isinstance(v, Var))
-    makers = _makers(jaxpr)
+    makers = {out: eqn for eqn in equations(jaxpr) for out in eqn.outvars}
+    outs, count = jaxpr.outvars, len(paths)
+    returned = _reached(outs[2 * count :], makers)
     return [
         path
-        for path, var in zip(paths, found, strict=True)
-        if not isinstance(var, Var)
-        or (var not in needed and _origin(var, makers) not in jaxpr.invars)
+        for path, old, now in zip(paths, outs, outs[count:], strict=False)
+        if id(now) not in returned and id(old) not in _reached([now], makers)
     ]
 
 
-def _makers(jaxpr: Jaxpr) -> dict[Any, JaxprEqn]:
-    return {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-
-
-def _origin(var: Any, makers: Mapping[Any, JaxprEqn]) -> Any:
-    """Follows `var` back through inner jaxprs that return an input unchanged."""
-    while isinstance(var, Var) and (eqn := makers.get(var)) is not None:
+def _reached(variables: Sequence[Any], makers: Mapping[Any, JaxprEqn]) -> set[int]:
+    """Returns ids of variables whose values `variables` have, also through `_MOVES`."""
+    found, todo = set[int](), [*variables]
+    while todo:
+        var = todo.pop()
+        if not isinstance(var, Var) or id(var) in found:
+            continue
+        found.add(id(var))
+        if (eqn := makers.get(var)) is None:
+            continue
+        ins, outs, place = eqn.invars, eqn.outvars, eqn.outvars.index(var)
         inner = eqn.params.get("jaxpr")
         inner = getattr(inner, "jaxpr", inner)
-        if not isinstance(inner, Jaxpr) or len(inner.outvars) != len(eqn.outvars):
-            return var
-        source = _origin(inner.outvars[eqn.outvars.index(var)], _makers(inner))
-        if len(inner.invars) != len(eqn.invars) or source not in inner.invars:
-            return var
-        var = eqn.invars[inner.invars.index(source)]
-    return var
+        if eqn.primitive.name in _MOVES:
+            todo += ins if len(outs) == 1 else [ins[place]]
+        elif isinstance(inner, Jaxpr) and len(inner.invars) == len(ins):
+            within = _reached(inner.outvars[place : place + 1], makers)
+            pairs = zip(inner.invars + inner.outvars, ins + outs, strict=False)
+            todo += [outer for one, outer in pairs if id(one) in within]
+    return found
 
 
 def static_differences(before: Any, now: Any) -> Iterator[tuple[Any, str]]:
@@ -304,12 +306,12 @@ def _nodes(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[Any]:
 
 def lost_changes_text(name: str, lost: Sequence[str]) -> str:
     """Returns the message about a step that loses changes of its arguments."""
-    given = ", ".join(dict.fromkeys(path.partition("/")[0] for path in lost))
+    given = few([path.partition("/")[0] for path in lost], " and ")
     return (
         f"The step {name!r} changes {few(lost)} in place and does not return "
-        f"{'them' if len(lost) > 1 else 'it'}, so that nothing would be trained. Write "
-        f"`return {given}, loss` and `{given}, loss = step({given}, ...)`, or pass "
-        "arrays alone, and put the modules together inside (docs/frameworks.md, "
+        f"{'them' if len(lost) > 1 else 'it'}, so that each call would lose the new "
+        f"{'values' if len(lost) > 1 else 'value'}. Add {given} to the results that it "
+        "returns, and pass the returned ones to the next call (docs/frameworks.md, "
         "'Modules that are updated in place')."
     )
 

@@ -32,7 +32,6 @@ from jax.tree_util import (
     SequenceKey,
     tree_flatten,
     tree_flatten_with_path,
-    tree_leaves,
     tree_structure,
     tree_unflatten,
 )
@@ -225,9 +224,7 @@ class FlatStep:
             ins, outs = ({pair[side] for pair in self.in_host} for side in (0, 1))
             leaves_here = with_leaves_in(leaves, ins, jax.memory.Space.Device)
             result, changed = self._run(self.fn, leaves_here)
-            returned = {id(leaf) for leaf in tree_leaves(result)}
-            lost = (path for path, leaf in changed.items() if id(leaf) not in returned)
-            self._changed.extend(lost)
+            self._changed.extend(changed)
             return with_leaves_in(result, outs, jax.memory.Space.Host)
 
         flat.__name__ = flat.__qualname__ = getattr(self.fn, "__name__", "step")
@@ -237,7 +234,7 @@ class FlatStep:
         return flat
 
     def _run(self, fn: Callable[..., Any], leaves: Any) -> tuple[Any, dict[str, Any]]:
-        """Calls a function on leaves; returns (result, {path: array set in place})."""
+        """Calls a function on leaves; returns (result, as `calling.changed`)."""
         dynamic, kwargs = calling.released(tree_unflatten(self.in_tree, leaves))
         args = list(dynamic)
         for key, value in self.static:
@@ -249,21 +246,22 @@ class FlatStep:
         names += [f"arg{i}" for i in range(len(names), len(args))]
         passed = {**dict(zip(names, args, strict=False)), **kwargs}
         before = dict(calling.leaves_of_modules(passed))
-        result = fn(*args, **kwargs)
-        return calling.fixed(result), calling.changed(before, passed)
+        result = calling.fixed(fn(*args, **kwargs))
+        return result, calling.changed(before, passed, result)
 
     @cached_property
     def _changed(self) -> list[str]:
-        """Paths of module arrays that `flat_fn` has replaced, and not returned."""
+        """Paths of arrays that `flat_fn` has set in place, and not returned."""
         return []
 
     def _lost(self) -> list[str]:
-        """Returns paths of arrays whose in-place changes no result depends on."""
-        fn: Any = self.fn
-        if isinstance(fn, jax.stages.Wrapped):
+        """Returns paths of arrays that are set in place and not returned."""
+        fn, passed = self.fn, {"": self._dynamic}
+        if isinstance(fn, jax.stages.Wrapped) and any(
+            calling.leaves_of_modules(passed)
+        ):
             # jax.jit changes copies, so that the function inside is examined.
-            hidden = calling.may_change_any(self._dynamic)
-            fn = getattr(fn, "__wrapped__", fn) if hidden else fn
+            fn = getattr(fn, "__wrapped__", fn)
         if not self._changed and fn is self.fn:
             return []
         return calling.lost_changes(lambda *x: self._run(fn, x), self.avals)

@@ -136,9 +136,10 @@ class ParallelStep:
     """A step function that is planned at its first call; see :func:`parallelize`.
 
     A call with other shapes or types, or under another configuration of JAX, plans
-    again, as ``jax.jit`` compiles again. With a saved plan it raises `PlanMismatch` if
-    the step differs. Later plans keep the first's shardings of unchanged arguments if
-    these fit in memory; they do not with ``preset=`` or several processes of JAX.
+    again, as ``jax.jit`` compiles again, and warns. With a saved plan it raises
+    `PlanMismatch` if the step differs. Later plans keep the first's shardings of
+    unchanged arguments if these fit in memory; they do not with ``preset=`` or several
+    processes of JAX.
 
     Attributes:
         plans: all plans, in the order in which they were made.
@@ -159,7 +160,6 @@ class ParallelStep:
         self._options = {**options}
         self._steps: dict[Any, _Planned] = {}
         self._latest: _Planned | None = None
-        self._told = False
         self.plans: list[Plan] = []
         self.__name__ = getattr(fn, "__name__", "step")
         self.__doc__ = fn.__doc__
@@ -243,7 +243,7 @@ class ParallelStep:
         return "" if is_same else before.changes(step.in_tree, step.avals)
 
     def _why_again(self, step: FlatStep, now: Hashable) -> str:
-        """Returns how a call differs from the latest, "" if first; may warn once."""
+        """Returns how a call differs from the latest, "" if it is the first."""
         if self._latest is None:
             return ""
         before = self._latest.compiled.step
@@ -261,15 +261,7 @@ class ParallelStep:
             if type_text(old) != type_text(new)
         ]
         weakly = "for a number in place of an array, or the reverse"
-        differ = few(changed, most=1)
-        if changed and not self._told:
-            self._told = True
-            warn(
-                f"{self.__name__!r} is planned again, for {differ}. Drop or "
-                "pad a smaller last batch, since each shape takes planning and "
-                "compiling. step.plans lists all plans."
-            )
-        return f"for {differ}" if changed else weakly
+        return f"for {few(changed, most=1)}" if changed else weakly
 
     @brief
     def _planned(
@@ -286,6 +278,12 @@ class ParallelStep:
                 return saved
         again = self._why_again(step, now)
         when = f"again, {again}" if again else "once for its first call"
+        if again:
+            warn(
+                f"{self.__name__!r} is planned again, {again}. That takes "
+                "planning and compiling. Drop or pad a smaller last batch. step.plans "
+                "lists all plans."
+            )
         doing = f"planning how to shard {self.__name__!r}, {when}"
         options = dict(self._options)
         if taken := sorted(kwargs.keys() & {*OPTIONS, "fn", "mesh", "quiet"}):

@@ -118,8 +118,7 @@ def resolve(
             "--donate and --static are for functions of your own: a model donates its "
             "state and has no static arguments. Leave them out."
         )
-    found = parse_options(text, models.find(text).options, options)
-    return model_target(text, found)
+    return model_target(text, parse_options(text, models.find(text).options, options))
 
 
 # --------------------------------------------------------------------------- models

@@ -216,9 +216,10 @@ def _around(flow: Flow, loop: Op, place: int, before: list[Key], ends: Set[int])
     return loop.id, reached[1]
 
 
-_MADE_BY_JAX = re.compile(
+# Scopes of JAX, and classes of libraries, such as lib.nn.Linear: one for all layers.
+_NO_PLACE = re.compile(
     "while|body|cond|closed_call|eval_jaxpr|checkpoint|rematted_computation"
-    "|branch_\\d+_fun"
+    r"|branch_\d+_fun|([A-Za-z_]\w*\.)+[A-Z]\w*"
 )
 # jax.numpy.einsum uses its subscripts as a scope, which is no place in a model.
 _EINSUM = re.compile(r"[A-Za-z.,]*->[A-Za-z.]*")
@@ -275,7 +276,7 @@ def _user_parts(scope: str) -> list[str]:
         while "(" in inner and inner.endswith(")"):
             is_jit = is_jit or inner.startswith(("jit(", "pjit("))
             inner = inner[inner.index("(") + 1 : -1]
-        if inner and not is_jit and not _MADE_BY_JAX.fullmatch(inner):
+        if inner and not is_jit and not _NO_PLACE.fullmatch(inner):
             parts.append(inner)
     return parts
 

@@ -217,8 +217,7 @@ class _Finder:
         place = self.flow.entry_place.get(op.operands[0])
         if place is None:
             return False
-        loop = self.program.ops[place[0]]
-        return loop.yields[place[1]] == op.results[0]
+        return self.program.ops[place[0]].yields[place[1]] == op.results[0]
 
     def _collect(self) -> tuple[StorageGroup, ...]:
         args: dict[Hashable, list[int]] = {}

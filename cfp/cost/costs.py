@@ -326,8 +326,7 @@ class Costs:
     def _ends(self, side: _Side, values: Sequence[int]) -> Hashable:
         """Key of a segment's shardings of values; equal keys reshard at equal cost."""
         made = tuple(self._made(side, v) for v in values)
-        reads = tuple((side[0].read_spec(v), self._reads(side, v)) for v in values)
-        return made, reads
+        return made, tuple((side[0].read_spec(v), self._reads(side, v)) for v in values)
 
     def _made(self, side: _Side, v: int) -> tuple[Spec | None, tuple[str, ...]]:
         """A value's (sharding, unreduced axes) as handed on; no axes if measured."""

@@ -188,8 +188,7 @@ def argument_bytes(layout: Layout, position: int) -> int:
     program = layout.frame.program
     if any(program.arg_memory[position : position + 1]):
         return 0
-    value = program.args[position]
-    return value_bytes(layout, value, layout.arg_spec(position))
+    return value_bytes(layout, program.args[position], layout.arg_spec(position))
 
 
 def accumulated_bytes(layout: Layout, segment: Segment) -> int:

@@ -152,8 +152,7 @@ class Ring:
     @property
     def in_one(self) -> bool:
         """True if keys are gathered, and the kernel can mask them all as one block."""
-        simple = not self.mask.by_position
-        return self.gather and (simple or self.kernel.any_positions)
+        return self.gather and (not self.mask.by_position or self.kernel.any_positions)
 
     def steps(self, tokens: int) -> int:
         """Steps for all blocks of `tokens` keys that a rank may see; 1 if in_one."""

@@ -331,8 +331,7 @@ def make_train_step(apply: Apply, optimizer: Any, microbatches: int = 1) -> Trai
         (loss, entropy), grads = whole(state.params, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(jnp.add, state.params, updates)
-        metrics = {"loss": loss, "cross_entropy": entropy}
-        return TrainState(params, opt_state), metrics
+        return TrainState(params, opt_state), {"loss": loss, "cross_entropy": entropy}
 
     return train_step
 

@@ -694,8 +694,7 @@ def checked_shardings(
                     "The plan is for another step, or damaged. Plan again."
                 )
     outs = shardings(mesh, output_specs, results)
-    outs = in_memory(outs, step.result_memory_kinds)
-    return in_memory(ins, step.memory_kinds), outs
+    return in_memory(ins, step.memory_kinds), in_memory(outs, step.result_memory_kinds)
 
 
 def _constrained(

@@ -520,8 +520,7 @@ class Plan:
             )
         if not other_devices:
             check_devices(self.mesh_axes, self.environment, devices)
-        here = mesh if isinstance(mesh, Mesh) else None
-        return replace(self, mesh=here, raced=None)
+        return replace(self, mesh=mesh if isinstance(mesh, Mesh) else None, raced=None)
 
 
 # Fields of a plan in one process alone: its step, devices and compiled programs.

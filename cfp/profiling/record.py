@@ -164,8 +164,7 @@ class ProfileRecord(CompiledBytes):
 
     def to_json(self) -> str:
         """Returns the record as one line of JSON, with sorted names."""
-        found = dataclasses.asdict(self)
-        return json.dumps(found, allow_nan=False, sort_keys=True)
+        return json.dumps(dataclasses.asdict(self), allow_nan=False, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ProfileRecord:

@@ -12,6 +12,7 @@ step is traced and called.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import (
     Callable,
     Collection,
@@ -41,7 +42,7 @@ from jax.tree_util import (
 )
 
 from cfp.errors import OptionError, StepNotTraceable, known_names
-from cfp.printable import counted, few, shown
+from cfp.printable import counted, few
 from cfp.program.jaxprs import equations
 
 
@@ -277,6 +278,9 @@ def _reached(variables: Sequence[Any], makers: Mapping[Any, JaxprEqn]) -> set[in
     return found
 
 
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")
+
+
 def static_differences(before: Any, now: Any) -> Iterator[tuple[Any, str]]:
     """Yields (path, ``[/field] = new, was old``) of static data seen to differ."""
     pairs = zip(_nodes(before), _nodes(now), strict=False)
@@ -286,13 +290,24 @@ def static_differences(before: Any, now: Any) -> Iterator[tuple[Any, str]]:
         if type(one) is not type(other):
             yield path, f" = {type(other).__name__}, was {type(one).__name__}"
         if isinstance(one, Fixed) and isinstance(other, Fixed):
-            yield path, f" = {shown(other.value)}, was {shown(one.value)}"
+            yield path, _difference(other.value, one.value)
         old, new = (getattr(node, "__dict__", {}) for node in (one, other))
         for field in [field for field in old if field in new]:
             # Values such as arrays have no single truth value; children are dynamic.
             is_same = repr(old[field]) == repr(new[field])
             if not (is_same or id(old[field]) in children):
-                yield path, f"/{field} = {shown(new[field])}, was {shown(old[field])}"
+                yield path, f"/{field}{_difference(new[field], old[field])}"
+
+
+def _difference(new: Any, old: Any) -> str:
+    """Returns `` = new, was old``; one text if only addresses in memory differ."""
+    texts = [_ADDRESS.sub("", ascii(value)) for value in (new, old)]
+    short = [text[:57] + "..." * (len(text) > 57) for text in texts]
+    if texts[0] == texts[1]:
+        return f" is another {short[0]}: make it once, outside"
+    if short[0] == short[1]:
+        short = ["..." + text[-57:] for text in texts]
+    return f" = {short[0]}, was {short[1]}"
 
 
 def _nodes(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[Any]:
@@ -417,13 +432,12 @@ def fixed(tree: Any) -> Any:
     return tree_map(_with_fixed, tree, is_leaf=is_module)
 
 
-def released(tree: Any, instead: Callable[[Any], Any] | None = None) -> Any:
-    """Undoes :func:`fixed`; `instead`, if given, maps each fixed value to a leaf."""
+def released(tree: Any, instead: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Undoes :func:`fixed`; `instead` maps each fixed value to a leaf."""
     if not has_fixed(tree):
         return tree
-    change = instead or (lambda value: value)
     return tree_map(
-        lambda leaf: change(leaf.value) if isinstance(leaf, Fixed) else leaf,
+        lambda leaf: instead(leaf.value) if isinstance(leaf, Fixed) else leaf,
         tree,
         is_leaf=lambda node: isinstance(node, Fixed),
     )
@@ -437,8 +451,7 @@ def has_fixed(tree: Any) -> bool:
 
 def is_module(node: Any) -> bool:
     """True for a custom node of a pytree: no leaf, dict, list, tuple or None."""
-    is_plain = isinstance(node, (*_PLAIN, *_NUMBERS, str))
-    return not is_plain and not all_leaves([node])
+    return not (isinstance(node, (*_PLAIN, *_NUMBERS, str)) or all_leaves([node]))
 
 
 def _is_array(leaf: Any) -> bool:

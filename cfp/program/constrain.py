@@ -140,8 +140,7 @@ class Inserter:
             key = (value_id, spec)
             if key not in self._resharded:
                 # A resharding has its first reader's location.
-                value = self._values[value_id]
-                made = self._constraint(value, spec, owner.location)
+                made = self._constraint(self._values[value_id], spec, owner.location)
                 self._resharded[key] = made.result
             owner.operands[index] = self._resharded[key]
 
@@ -155,8 +154,7 @@ class Inserter:
         regions = list(self.ops[op_id].regions)
         if record.kind == "while":
             regions = regions[1:]
-        region = regions[place // len(record.results)]
-        *_, last = region.blocks[0].operations
+        *_, last = regions[place // len(record.results)].blocks[0].operations
         return last.operation, place % len(record.results), record.yields[place]
 
     def _constraint(

@@ -208,8 +208,7 @@ def fetch(leaf: jax.Array, device: Any) -> jax.Array:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if leaf.is_fully_replicated:
         return jax.device_put(leaf.addressable_data(0), device)
-    parts = multihost_utils.process_allgather(leaf, tiled=True)
-    return jax.device_put(parts, device)
+    return jax.device_put(multihost_utils.process_allgather(leaf, tiled=True), device)
 
 
 def _same(leaf: jax.Array) -> jax.Array:

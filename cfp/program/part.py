@@ -496,8 +496,7 @@ class Constants:
                 sizes[dim] = n
             return reads[0].reshape(sizes)
         if kind == "reshape":
-            before = self._program.shape(op.operands[0])
-            return _reshaped(reads[0], before, shape)
+            return _reshaped(reads[0], self._program.shape(op.operands[0]), shape)
         if kind == "slice":
             whole = np.broadcast_to(reads[0], self._program.shape(op.operands[0]))
             ends = ("start_indices", "limit_indices", "strides")

@@ -417,8 +417,7 @@ def is_split_right(taken: Sequence[str], made: Sequence[str]) -> bool:
         taken: the result's name for each dim of the input, such as ``("b", "f", "0")``.
         made: names of the result's dims.
     """
-    groups = made.index("f")
-    return made.index(taken[groups]) == taken.index("f")
+    return made.index(taken[made.index("f")]) == taken.index("f")
 
 
 def _count(op: ir.Operation, name: str) -> int:

@@ -355,6 +355,5 @@ def exported(step: FlatStep, lowering: Lowering) -> jax.export.Exported:
     """
     targets = {shardy.call_target(op) for op in shardy.every_op(lowering.module)}
     checks = [DisabledSafetyCheck.custom_call(name) for name in sorted(targets - {""})]
-    name = step.flat_fn.__name__
-    closed = step.traced.jaxpr
+    closed, name = step.traced.jaxpr, step.flat_fn.__name__
     return _export._export_lowered(lowering.lowered, closed, name, checks)

@@ -149,8 +149,7 @@ class Race:
         is_warm = bool(looks) and not new  # Nothing compiled meanwhile.
         ran = self.time(again, defaults.rounds, SECOND, looks, is_warm)
         # Times of the first race do not compare with the second's.
-        others = [one for one in raced if one.name not in names]
-        return Ranking(ran, others)
+        return Ranking(ran, [one for one in raced if one.name not in names])
 
     def batches(
         self,

@@ -464,8 +464,7 @@ def _by_preset(
 
     def place(item: MeasurementRequest) -> float:
         part = item.candidate.as_written
-        having = (n for n, one in enumerate(parts) if part in one[item.kind])
-        return next(having, 0.5)
+        return next((n for n, one in enumerate(parts) if part in one[item.kind]), 0.5)
 
     found: dict[float, list[MeasurementRequest]] = {}
     for item in wanted:

@@ -54,6 +54,7 @@ def members(frame):
         ("jit(step)/jit(inner)/a/dot", "a"),
         ("jit(step)/jvp(jit(_take))/gather", "gather"),
         ("jit(step)/vmap(a)/dot", "a"),
+        ("jit(step)/vmap(lib.nn.Dense)/layers.0/lib.Net/b/dot", "layers.0/b"),
         ("jit(step)/bsd,dhe->bshe/dot_general", "bsd,dhe->bshe"),
         ("dot_general", "dot_general"),
         ("", ""),

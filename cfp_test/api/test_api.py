@@ -102,7 +102,8 @@ def test_parallelize_is_a_decorator_and_replans_for_other_shapes(mesh, cache):
     assert double.plan is first and double.plans[0] is first
     assert [p.arg_types for p in double.plans] == [("float32[8]",), ("float32[12]",)]
     double(jnp.arange(8.0))
-    double(jnp.arange(16.0))  # The warning came once.
+    with pytest.warns(UserWarning, match="'double' is planned again, for x of type"):
+        double(jnp.arange(16.0))
     assert double.plan is first
     assert traced == [(8,), (12,), (16,)], "a deep step takes seconds to trace"
 
@@ -207,6 +208,7 @@ def scheduled_step(state, scale):
     "step, is_weak",
     [(counted_step, False), (scheduled_step, False), (decayed_step, True)],
 )
+@pytest.mark.filterwarnings("ignore:.* is planned again:UserWarning")
 def test_a_counter_that_begins_as_a_number_is_taken_as_restored(
     mesh, cache, step, is_weak
 ):
@@ -393,6 +395,7 @@ def test_state_is_initialised_in_the_plans_shardings(quick):
             plan.init(lambda wrong=wrong: wrong)
 
 
+@pytest.mark.filterwarnings("ignore:.* is planned again:UserWarning")
 def test_static_arguments_keys_and_keywords(mesh, cache):
     def step(x, mode, key, *, scale):
         noise = jax.random.normal(key, x.shape)
@@ -407,6 +410,7 @@ def test_static_arguments_keys_and_keywords(mesh, cache):
         assert_same(found, step(x, mode, key, scale=2.0))
 
 
+@pytest.mark.filterwarnings("ignore:.* is planned again:UserWarning")
 def test_arguments_are_known_by_position_and_by_name(mesh, cache):
     def step(state, batch, mode="plus"):
         return {"w": state["w"] + batch.T @ batch * (1 if mode == "plus" else -1)}
@@ -651,6 +655,7 @@ def test_any_static_default_may_be_left_out(default, mesh, cache):
     assert len(planned.plans) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.* is planned again:UserWarning")
 def test_static_values_of_equal_worth_are_planned_apart(mesh, cache):
     step = cfp.parallelize(
         lambda x, n: x * n if isinstance(n, int) else x + n,

@@ -28,6 +28,7 @@ def step(x):
 X = np.linspace(0, 1, 32, dtype=np.float32).reshape(8, 4)
 
 
+@pytest.mark.filterwarnings("ignore:.* is planned again:UserWarning")
 def test_types_of_64_bits(how):
     run = cfp.parallelize(step, **how)
     narrow = run(X)
@@ -42,6 +43,7 @@ def test_types_of_64_bits(how):
     assert run.plan is plan and len(run.plans) == 2, "and no plan is made twice"
 
 
+@pytest.mark.filterwarnings("ignore:.* is planned again:UserWarning")
 def test_precision_of_matrix_products(how):
     run = cfp.parallelize(step, **how)
     run(X)
@@ -92,6 +94,7 @@ def test_which_settings_count(name, value, matters):
     assert trace_context_key() == before
 
 
+@pytest.mark.filterwarnings("ignore:.* is planned again:UserWarning")
 def test_nothing_in_place_of_an_array_is_another_step(how):
     run = cfp.parallelize(lambda x, y=None: x if y is None else x + y, **how)
     np.testing.assert_array_equal(run(X, jnp.ones(4)), X + 1)

@@ -1,5 +1,7 @@
 """Modules with leaves that are no arrays, as arguments and results."""
 
+from functools import partial
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -123,6 +125,48 @@ def test_another_setting_is_refused():
         step.flatten((other, X), {})
     with pytest.raises(PlanMismatch, match="missing: net/net/up/weight"):
         step.flatten((net, X), {})
+
+
+def run(net, x):
+    return jax.vmap(net)(x, None)
+
+
+def acting(make):
+    net = eqx.nn.inference_mode(Net(jax.random.key(0)))
+    return Acting(net, make(), "plain", 0.5)
+
+
+LONG = "a" * 80
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (
+            lambda: partial(jax.nn.gelu, approximate=True),
+            "is another functools.partial(<function gelu>, approximate=True): make it "
+            "once, outside. ",
+        ),
+        (lambda: lambda x: x, "<lambda>>: make it once, outside. "),
+        (iter([LONG + "1", LONG + "2"]).__next__, "aa2', was ...aaaa"),
+    ],
+)
+def test_a_function_made_again_is_named_once(make, said):
+    step = flatten_step(run, (acting(make), X))
+    with pytest.raises(StepNotTraceable) as refused:
+        step.flatten((acting(make), X), {})
+    assert said in str(refused.value) and " at 0x" not in str(refused.value)
+
+
+def test_a_module_made_again_is_planned_again_with_a_warning(tmp_path):
+    """Also with quiet=True."""
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    options = {"preset": "data_parallel", "cache_dir": tmp_path, "quiet": True}
+    planned = cfp.parallelize(run, mesh=mesh, **options)
+    expected = planned(acting(lambda: lambda x: x + 1), X)
+    with pytest.warns(UserWarning, match=r"'run' is planned again, .*: make it once"):
+        found = planned(acting(lambda: lambda x: x + 1), X)
+    np.testing.assert_allclose(found, expected)
 
 
 def test_what_cannot_be_hashed_is_refused():

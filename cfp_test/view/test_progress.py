@@ -221,6 +221,7 @@ def test_what_is_planned_again_says_why(tmp_path, monkeypatch):
     assert "again, under another configuration of JAX" in stream.getvalue()
 
 
+@pytest.mark.filterwarnings("ignore:.* is planned again:UserWarning")
 def test_a_static_argument_that_changed_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("CFP_CACHE_DIR", str(tmp_path))
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
@@ -245,6 +246,7 @@ def dropping():
     return nnx.Dropout(0.5, rngs=nnx.Rngs(0)), act
 
 
+@pytest.mark.filterwarnings("ignore:.* is planned again:UserWarning")
 def test_a_setting_of_a_module_that_changed_is_named(tmp_path, monkeypatch, dropping):
     monkeypatch.setenv("CFP_CACHE_DIR", str(tmp_path))
     mesh, (drop, act) = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), dropping

@@ -324,10 +324,9 @@ def lost_changes_text(name: str, lost: Sequence[str]) -> str:
     given = few([path.partition("/")[0] for path in lost], " and ")
     return (
         f"The step {name!r} changes {few(lost)} in place and does not return "
-        f"{'them' if len(lost) > 1 else 'it'}, so that each call would lose the new "
-        f"{'values' if len(lost) > 1 else 'value'}. Add {given} to the results that it "
-        "returns, and pass the returned ones to the next call (docs/frameworks.md, "
-        "'Modules that are updated in place')."
+        f"{'them' if len(lost) > 1 else 'it'}, so that each call loses the change. Add "
+        f"{given} to the results that it returns, and pass these to the next call "
+        "(docs/frameworks.md, 'Modules that are updated in place')."
     )
 
 

@@ -53,12 +53,6 @@ from cfp.program.partitioned import traced_with_callbacks
 
 # Kinds of NumPy's dtypes that hold objects, text and dates.
 _NO_NUMBERS = "OSUMm"
-# Cached properties that do not depend on donation.
-_TRACED = ("flat_fn", "traced")
-_NO_ARGUMENTS = (
-    "No argument has an array: pass the step's arguments, or their shapes, after it, "
-    "as in cfp.plan(step, state, batch)."
-)
 # JAX's name of an argument's leaf in errors.
 _LEAF = re.compile(r"\bleaves\[(\d+)\]")
 
@@ -182,8 +176,8 @@ class FlatStep:
     def with_donated(self, donated: Sequence[bool]) -> FlatStep:
         """Returns the step with other donated leaves, and the same trace if traced."""
         other = replace(self, donated=tuple(donated))
-        kept = {name: vars(self)[name] for name in _TRACED if name in vars(self)}
-        vars(other).update(kept)
+        traced = {"flat_fn", "traced"}.intersection(vars(self))
+        vars(other).update({name: vars(self)[name] for name in traced})
         return other
 
     @cached_property
@@ -195,10 +189,7 @@ class FlatStep:
         """Returns the step with exactly these leaves weakly typed."""
         if places == self.weak:
             return self
-        avals = (
-            jax.ShapeDtypeStruct(one.shape, one.dtype, weak_type=i in places)
-            for i, one in enumerate(self.avals)
-        )
+        avals = (x.update(weak_type=i in places) for i, x in enumerate(self.avals))
         return replace(self, avals=tuple(avals))
 
     def with_state_in_host(self, pairs: Sequence[tuple[int, int]]) -> FlatStep:
@@ -317,8 +308,18 @@ class FlatStep:
         said, kinds = repr(error), (bool, int, float, complex)
         pairs = zip(self.arg_names, self.examples, strict=True)
         numbers = [name for name, one in pairs if isinstance(one, kinds)]
+        if any(isinstance(leaf, jax.Array) for leaf in tree_flatten(self.fn)[0]):
+            return (
+                f"The first argument, a {type(self.fn).__name__}, has arrays of its "
+                "own. If it is not the step, pass the step before it."
+            )
         if not self.avals:
-            return _NO_ARGUMENTS
+            return (
+                "No argument has an array: pass the step's arguments, or their shapes, "
+                "after it, as in cfp.plan(step, state, batch)."
+            )
+        if "trace level" in said:
+            return "Pass modules that the step changes or differentiates as arguments."
         if self.twice and "pytree structure error" in said:
             return (
                 f"{self.twice[0]!r} and {self.twice[1]!r} are one array outside of the "

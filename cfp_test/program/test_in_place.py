@@ -243,6 +243,25 @@ def test_what_is_returned_just_as_it_was_put_there_is_traced_once():
     assert len(runs) == 3
 
 
+def test_modules_around_a_step_are_to_be_passed():
+    net, optimizer = made()
+
+    def step(x):
+        return update(net, optimizer, x)
+
+    assert refused(step, X).endswith(
+        "Pass modules that the step changes or differentiates as arguments."
+    )
+
+
+def test_a_module_in_place_of_the_step_is_named():
+    message = refused(*made(), X)
+    assert "The first argument, a Net, has arrays of its own." in message
+    net, _ = made()
+    net.eval()
+    assert accepted(net, X), "a module may be a step"
+
+
 class Trainer:
     def __init__(self):
         self.params = {"w": X}

@@ -182,7 +182,7 @@ class PlatformDefaults:
 
     @property
     def shared_options(self) -> dict[str, str]:
-        """Options of all segments and candidates; none if estimates decide."""
+        """Options that segments and candidates begin with; none for estimates."""
         every = () if self.estimates else self.slow_to_tune.values()
         return {name: value for off in every for name, value in off.items()}
 

@@ -295,7 +295,7 @@ class _Finder:
         entering: list[int],
         shape: tuple[int, ...],
     ) -> set[int]:
-        """Claims other ops on gradients and state alone, as for norms; returns them."""
+        """Claims other ops on gradients and state alone, as for norms; returns ids."""
         program = self.program
         known = {program.args[p] for p in positions} | set(entering)
         known.update(r for op in inside for r in program.ops[op].results)

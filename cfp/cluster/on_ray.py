@@ -263,7 +263,7 @@ def _plan_there(
     count = AbstractMesh(sizes, names).size
     if len(devices) < count:
         raise CfpError(
-            f"The runner has too few devices: the mesh needs {count}, and there are "
+            f"Ray's runner has too few devices: the mesh needs {count}, and there are "
             f"{len(devices)} of platform {devices[0].platform}. Give a smaller mesh, "
             f"or XLA_FLAGS=--xla_force_host_platform_device_count={count} on CPUs."
         )

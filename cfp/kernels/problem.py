@@ -382,7 +382,7 @@ class AttentionStrategy:
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """Axes that shard the tokens of arguments: first the ring's, then Ulysses'."""
+        """Axes that shard arguments' tokens: ring or gathering first, then Ulysses."""
         return self.axes(*_SPREAD) + self.axes(ULYSSES)
 
     @property

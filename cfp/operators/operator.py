@@ -127,7 +127,7 @@ class Operator:
             except Refused as reason:
                 reasons.append(f"{name}: {reason}")
         raise CfpError(
-            f"{self.name} cannot take these arguments. {'; '.join(reasons)}."
+            f"No implementation of {self.name} takes this. {'; '.join(reasons)}."
         )
 
     def check_shapes(self, args: Sequence[Any]) -> None:
@@ -328,7 +328,7 @@ def one_by_one(x: Array, kernels: Array, groups: Array) -> Array:
 def _gates(scores: Array, choices: int) -> tuple[Array, Array]:
     """Softmax over the best scores, and indices of these experts: [tokens, choices]."""
     if not 1 <= choices <= scores.shape[1]:
-        raise Refused(f"choices={choices} of {scores.shape[1]} experts")
+        raise Refused(f"choices={choices}; give 1 to {scores.shape[1]}")
     best, experts = jax.lax.top_k(scores.astype(jnp.float32), choices)
     return jax.nn.softmax(best), experts
 

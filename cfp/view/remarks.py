@@ -48,7 +48,7 @@ def _nothing_sharded(plan: Plan) -> Values:
     elif not words.runs_whole(plan):
         return ()
     others = [
-        f" (the best with all blocks data parallel: {one.without_ms:.3f} ms, this one "
+        f" (the best with all blocks data parallel: {one.without_ms:.3f} ms, the plan "
         f"{one.with_ms:.3f}, {'measured' if one.is_measured else 'predicted'})"
         for one in (plan.figures or Figures()).worth
         if one.name == Dimension.SHARDING and one.without_ms is not None

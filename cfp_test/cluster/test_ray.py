@@ -94,7 +94,7 @@ def test_a_plan_is_made_on_a_cluster_as_it_is_made_here(tmp_path):
     there = keys(tmp_path / "there/profiles.sqlite")
     here = keys(tmp_path / "here/profiles.sqlite")
     assert there == here and len(here) > 4
-    assert "The runner has too few devices" in found["said"]
+    assert "Ray's runner has too few devices" in found["said"]
     assert "needs 4, and there are 2 of" in found["said"]
 
 

@@ -153,7 +153,7 @@ LONG = "a" * 80
 )
 def test_a_function_made_again_is_named_once(make, said):
     step = flatten_step(run, (acting(make), X))
-    with pytest.raises(StepNotTraceable) as refused:
+    with pytest.raises(cfp.PlanMismatch) as refused:
         step.flatten((acting(make), X), {})
     assert said in str(refused.value) and " at 0x" not in str(refused.value)
 

@@ -62,6 +62,7 @@ from cfp.variants import (
     find_fastest,
     wrong_kernels,
 )
+from cfp.view import words
 
 
 def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
@@ -217,9 +218,10 @@ def _warn_undivided(plan: Plan) -> None:
     given = {n.partition("/")[0] for n in compress(plan.arg_names, plan.donated)}
     whole = [one for one in plan.uneven if one.split("/")[0].split()[0] not in given]
     if whole:
+        other = words.other_batches(plan) or ["a size that it divides"]
         warn(
             f"The mesh does not divide {few(whole, most=8)}: it is stored whole, and "
-            "may be computed in padded parts. Pad it, or choose a size that it divides."
+            f"may be computed in padded parts. Pad it, or choose {other[-1]}."
         )
 
 

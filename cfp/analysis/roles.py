@@ -94,6 +94,27 @@ def axis_walk(
         first |= taken
 
 
+def batch_rows(frame: Frame, samples: int) -> int:
+    """Returns the rows that data parallelism shards: all samples, or a microbatch's.
+
+    Of the sizes that divide `samples`, the one with the most FLOPs counts. A block of
+    other rows, such as all tokens, does not. 0 if no block reads a batch.
+    """
+    for sizes in ({size for _, size in frame.mesh}, {1}):
+        rows, is_read = Counter[int](), False
+        for ways in sizes:
+            walk = axis_walk(frame, "data", ways)
+            for block, choice in zip(frame.blocks, walk, strict=True):
+                if choice.inner != NONE:
+                    op = frame.program.ops[block.anchor]
+                    size, is_read = op.known_rule.sizes[choice.inner], True
+                    if samples % size == 0:
+                        rows[size] += op_flops(frame.program, op)
+        if rows:
+            return rows.most_common(1)[0][0]
+    return samples if is_read else 0
+
+
 @searched_once
 def _drawn_rows(frame: Frame, dim: int) -> dict[int, int]:
     """Returns {value: `dim` or its last dim} for values that the step draws randomly.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -23,16 +23,16 @@ from cfp.analysis.analyze import (
     uncounted_loops,
     update_blocks,
 )
-from cfp.analysis.contractions import DimClasses, is_contraction, is_product
+from cfp.analysis.contractions import is_product
 from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out
-from cfp.analysis.roles import axis_walk, data_arguments
+from cfp.analysis.roles import axis_walk, batch_rows, data_arguments
 from cfp.analysis.segments import Segment, group_readers
 from cfp.analysis.storage import even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
 from cfp.cost.costs import segment_candidate
 from cfp.cost.described import DescribedMesh
-from cfp.cost.terms import transition
+from cfp.cost.terms import Terms, transition
 from cfp.plan.execute import ReusableExecutable
 from cfp.plan.parts import (
     INDIVISIBLE,
@@ -53,7 +53,7 @@ from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.collectives import Rates
 from cfp.profiling.record import configuration
 from cfp.program.constrain import Constraints
-from cfp.program.graph import Op, Program, call_flops, op_flops
+from cfp.program.graph import Op, Program, call_flops
 from cfp.program.part import aval
 from cfp.program.partitioned import call_of
 from cfp.program.read import outline_of, sources_of
@@ -156,51 +156,35 @@ def _move_figures(
     return tuple(sorted(figures, key=lambda move: -move.total_bytes))
 
 
-def uneven_arguments(layout: Layout) -> tuple[str, ...]:
+def uneven_arguments(layout: Layout, samples: int, rows: int) -> tuple[str, ...]:
     """Lists arguments replicated since axes do not divide a dim: ``x (7 over x=4)``.
 
     Ops that read these arguments are sharded along these axes, or could be. XLA may pad
     values inside of a program, but not its arguments.
+
+    Args:
+        samples: samples of the batch.
+        rows: result of `batch_rows`; if fewer, a microbatch's.
     """
-    program, sizes = layout.frame.program, layout.frame.mesh
-    found = []
+    program, mesh = layout.frame.program, layout.frame.mesh
+    batch, found = data_arguments(layout.frame), []
     for position, value in enumerate(program.args):
         shape = program.values[value].shape
-        wanted = layout.read_spec(value)
-        if wanted is None or any(layout.arg_spec(position)):
+        wanted, name = layout.read_spec(value), program.arg_names[position]
+        if any(layout.arg_spec(position)):
             continue
-        kept = even_spec(wanted, shape, sizes)
-        lost = [i for i, names in enumerate(wanted) if names != kept[i]]
-        if lost:
-            over = ",".join(f"{a}={n}" for a, n in sizes if a in wanted[lost[0]])
-            name = program.arg_names[position]
-            found.append(f"{name} ({shape[lost[0]]} over {over})")
-    return (*found, *_uneven_batch(layout, {name.split(" (")[0] for name in found}))
-
-
-def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
-    """Lists batches, except `named`, that no axis divides, if ops could shard one."""
-    frame = layout.frame
-    program, sizes = frame.program, frame.mesh
-    found = {}
-    for position, rank in data_arguments(frame).items():
-        shape = program.values[program.args[position]].shape
-        name = program.arg_names[position]
-        divided = not sizes or any(shape[0] % size == 0 for _, size in sizes)
-        if not (rank or divided or any(layout.arg_spec(position))):
-            found[position] = f"{name} ({shape[0]} over {mesh_text(sizes)})"
-    if found:
-        every = range(len(program.ops))
-        classes = DimClasses(program, every, (), frame.canonical, axis_size=1)
-        factors = (
-            (block.anchor, factor)
-            for block in frame.blocks
-            if (rule := program.ops[block.anchor].rule) is not None
-            for factor in range(len(rule.sizes))
-        )
-        able = {classes.of_factor(*one) for one in factors}
-        if any(classes.of_dim(program.args[i], 0) in able for i in found):
-            yield from (found[i] for i in found if program.arg_names[i] not in named)
+        kept = even_spec(wanted, shape, mesh) if wanted else ()
+        lost = [i for i, names in enumerate(wanted or ()) if names != kept[i]]
+        is_parted = position in batch and 0 < rows < samples
+        if lost and not is_parted:
+            over = [(a, n) for a, n in mesh if a in (wanted or ())[lost[0]]]
+            found.append(f"{name} ({shape[lost[0]]} over {mesh_text(over)})")
+        elif mesh and rows and batch.get(position) == 0:
+            size = rows if is_parted or samples in shape[:2] else shape[0]
+            size_text = f"{samples} in microbatches of {size}" if is_parted else size
+            if all(size % ways for _, ways in mesh):
+                found.append(f"{name} ({size_text} over {mesh_text(mesh)})")
+    return tuple(found)
 
 
 def split_batches(layout: Layout, peak_bytes: int = 0) -> tuple[str, ...]:
@@ -352,21 +336,21 @@ def _lost_ms(layout: Layout, op: Op, inside: Sequence[Op], rates: Rates) -> floa
     """Estimates the ms lost because every device runs an op (`inside`) in full.
 
     Lost is the time beyond one device's equal part, and the time to gather operands.
-    Contractions count by FLOPs, others by bytes, calls without a rule by the slower.
+    Ops of blocks count as in the step's estimate, and no ops outside. Calls without a
+    rule count by the slower of FLOPs and bytes.
     """
-    program, mesh = layout.frame.program, layout.frame.mesh
-    total = 0.0
+    frame, program, mesh = layout.frame, layout.frame.program, layout.frame.mesh
+    total, terms = 0.0, Terms(frame, rates)
     for one in inside:
         if one.has_regions or one.id in program.leaf_ops:
             continue
-        foreign = one.rule is None
-        moved = _bytes(program, one, one.results)
-        moved += _bytes(program, one, one.operands) if foreign else 0
-        flops = call_flops(one) if foreign else 0
-        if is_contraction(one):
-            moved, flops = 0, op_flops(program, one) // one.repeat
+        if one.rule is not None:
+            if frame.block_of[one.id] != NONE:
+                total += sum(terms.compute_ms(one, ((),) * len(one.rule.sizes)))
+            continue
         dtype = program.values[one.operands[0]].dtype if one.operands else "f32"
-        computing = rates.matmul_ms(flops * one.repeat, dtype)
+        computing = rates.matmul_ms(call_flops(one) * one.repeat, dtype)
+        moved = _bytes(program, one, (*one.operands, *one.results))
         total += max(computing, rates.memory_ms(moved))
     gathered = 0.0
     for v in dict.fromkeys(op.operands):
@@ -567,6 +551,9 @@ def compose_plan(
     search: dict[str, Any] = dict(outcome.counts)
     search |= {name: n for name, n in program.rewritten.counts.items() if n}
     search |= model_work(frame, data_arguments(frame))
+    samples = round(search.get("batch_samples", 0))
+    rows = batch_rows(frame, samples)
+    search["batch_rows"] = float(rows)
     # State that is twice in memory, since it is returned and not donated.
     undonated = {
         p: program.values[program.args[p]].size_bytes
@@ -582,7 +569,6 @@ def compose_plan(
     if outcome.built is not None and isinstance(mesh, Mesh):
         [one] = programs_of(analysis, [winner], ())
         raced = ReusableExecutable.of(program, mesh, one.job, outcome.built)
-    rows = plan_rows(analysis, winner.choice, rates)
     constraints = constraints_of(analysis, winner.choice, winner.level)
     return Plan(
         fingerprint=program.fingerprint,
@@ -601,8 +587,8 @@ def compose_plan(
         options=dict(winner.options),
         level=winner.level,
         segments=plan_segments(analysis, winner.choice, problem),
-        rows=rows,
-        uneven=uneven_arguments(layout),
+        rows=plan_rows(analysis, winner.choice, rates),
+        uneven=uneven_arguments(layout, samples, rows),
         split=split_batches(layout, outcome.peak_bytes or size or 0),
         pinned=tuple(sorted(frame.pins)),
         undonated=tuple(undonated),

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from math import prod
 
-from cfp.plan.parts import UNPLANNED, Figures, LeftFigures
+from cfp.plan.parts import UNPLANNED, Figures, LeftFigures, Role
 from cfp.plan.plan import Plan
 from cfp.printable import counted, few, format_bytes, merged_alike
 from cfp.program.trace import find_precision
@@ -40,7 +40,7 @@ def unplanned_text(plan: Plan) -> str:
 
 
 def _nothing_sharded(plan: Plan) -> Values:
-    """Returns three texts if several devices shard no block, or nothing; else ()."""
+    """Returns four texts if several devices shard no block, or nothing; else ()."""
     devices = prod(size for _, size in plan.mesh_axes)
     what = "all blocks run whole on each device"
     if devices > 1 and plan.arg_specs and not words.is_sharded(plan):
@@ -53,7 +53,9 @@ def _nothing_sharded(plan: Plan) -> Values:
         for one in (plan.figures or Figures()).worth
         if one.name == Dimension.SHARDING and one.without_ms is not None
     ]
-    return what, str(devices), "".join(others)
+    _, rows, batches = words.other_batches(plan) or ("", "", "a larger batch")
+    cause = f", and do not divide {rows}" * bool(rows)
+    return what, str(devices), cause + "".join(others), batches
 
 
 def _branches(plan: Plan) -> Values:
@@ -210,12 +212,17 @@ def _crossing(plan: Plan) -> Values:
 
 
 def _undivided(plan: Plan) -> Values:
-    """Returns (devices, batch) if described devices leave a rest; () if in `uneven`."""
-    devices = prod(n for _, n in plan.mesh_axes)
-    batch = round(plan.search.get("batch_samples") or 0)
-    is_left = "described" in plan.environment and batch % devices
-    is_whole = any(f" ({batch} over " in text for text in plan.uneven)
-    return (str(devices), str(batch)) if is_left and not is_whole else ()
+    """Returns (devices, rows, batches) if no other remark has them; else ()."""
+    roles = (one for row in plan.rows for one in row.strategy)
+    tensor = {r.axis for r in roles if r.role in (Role.COLUMNS, Role.CONTRACTED)}
+    is_said = plan.uneven or _nothing_sharded(plan)
+    return () if is_said else words.other_batches(plan, tensor) or ()
+
+
+def _uneven(plan: Plan) -> Values:
+    found = None if _nothing_sharded(plan) else words.other_batches(plan)
+    advice = f"; {found[-1]} would be divided" if found else ""
+    return f"{few(plan.uneven)}{advice}" if plan.uneven else ()
 
 
 _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
@@ -226,11 +233,13 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     ),
     (
         _nothing_sharded,
-        "{}: {} devices are no faster than one for this step{}: use one, or a larger "
-        "batch",
+        "{}: {} devices are no faster than one for this step{}: use one, or {}",
     ),
     (_crossing, "collectives between hosts (along {}): {}; within hosts: {}"),
-    (_undivided, "{} devices do not divide the batch of {}: some repeat work"),
+    (
+        _undivided,
+        "{} devices do not divide {}: some repeat work; {} would be divided",
+    ),
     (lambda plan: "; ".join(plan.site_checks), "{}"),
     (
         lambda plan: few([one for one in plan.uncounted if one.startswith("while")]),
@@ -246,7 +255,7 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (words.budget_text, "{}"),
     (_pinned, "pinned in all candidates, {}: {}"),
     (_in_host, "in host memory between steps: {}"),
-    (lambda p: few(p.uneven), "stored whole, since the mesh does not divide them: {}"),
+    (_uneven, "stored whole, since the mesh does not divide them: {}"),
     (
         lambda plan: few(plan.split),
         "whole on each device, as a reshape puts consecutive rows into a microbatch: "

@@ -235,6 +235,23 @@ def _shards_blocks(plan: Plan) -> bool:
     return has_kernels or by_hand or any(row.strategy for row in plan.rows)
 
 
+def other_batches(plan: Plan, but: Collection[str] = ()) -> tuple[str, str, str] | None:
+    """Returns (devices, rows that they do not divide, batches that they do), or None.
+
+    Args:
+        but: axes whose devices do not count.
+    """
+    devices = prod(size for axis, size in plan.mesh_axes if axis not in but)
+    samples = round(plan.search.get("batch_samples") or 0)
+    rows = round(plan.search.get("batch_rows", samples))
+    if not rows % devices:
+        return None
+    parts, down = max(1, samples // rows), rows // devices * devices
+    sizes = [str(parts * n) for n in (down, down + devices) if n]
+    whole = f"microbatches of {rows}" if parts > 1 else f"the batch of {rows}"
+    return str(devices), whole, f"a batch of {' or '.join(sizes)}"
+
+
 def unsearched_text(plan: Plan) -> str:
     """Explains why a plan has no strategies to compare; "" if it has some."""
     if not plan.rows:

@@ -9,7 +9,7 @@ import pytest
 import cfp
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.contractions import is_contraction
-from cfp.analysis.roles import axis_walk, data_arguments
+from cfp.analysis.roles import axis_walk, batch_rows, data_arguments
 from cfp.analysis.strategies import AxisChoice, describe
 from cfp.context import PlannerSettings
 from cfp.plan.describe import axis_roles
@@ -74,6 +74,64 @@ ROWS = ["SR = SR x RR", "SR = SR x RR"]
 )
 def test_rows_of_every_part_of_a_batch(take, shape):
     assert sharded((in_parts(take), (WEIGHTS, normal(2, *shape)))) == ROWS
+
+
+def gradient(w, x):
+    return jax.grad(lambda w: squares(jnp.tanh(x @ w)))(w)
+
+
+def gradient_of_tokens(w, x):
+    def loss(w):
+        y = (x.reshape(-1, 16) @ w).reshape(x.shape)
+        return squares(jnp.einsum("bsd,btd->bst", y, y))
+
+    return jax.grad(loss)(w)
+
+
+def halves(x):
+    return x.reshape(2, -1, *x.shape[1:])
+
+
+def every_second(x):
+    return x.reshape(-1, 2, *x.shape[1:]).swapaxes(0, 1)
+
+
+def summed(parts, of=gradient):
+    def step(w, x):
+        zero = jnp.zeros_like(w)
+        return w - jax.lax.scan(lambda t, part: (t + of(w, part), 0), zero, parts(x))[0]
+
+    return step
+
+
+def unrolled(w, x):
+    one, other = halves(x)
+    return w - gradient(w, one) - gradient(w, other)
+
+
+def on_half_of(w, x):
+    return w - jax.vmap(gradient, (None, 0))(w, halves(x)).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("step", "shape", "samples", "rows"),
+    [
+        (lambda w, x: w - gradient(w, x), (24, 16), 24, 24),
+        (lambda w, x: w - gradient(w, x), (5, 16), 5, 5),
+        (lambda w, x: w - gradient(w, x), (1, 16), 1, 0),
+        (summed(halves), (24, 16), 24, 12),
+        (summed(halves), (10, 16), 10, 5),
+        (summed(every_second), (10, 16), 10, 5),
+        (summed(lambda x: x), (2, 5, 16), 10, 5),
+        (summed(halves, gradient_of_tokens), (10, 4, 16), 10, 5),
+        (unrolled, (10, 16), 10, 5),
+        (on_half_of, (24, 16), 24, 12),
+    ],
+)
+def test_rows_of_a_batch_are_those_of_a_microbatch(step, shape, samples, rows):
+    """Four devices divide 12, and 5 not even with padding."""
+    frame = frame_of(step, (normal(0, 16, 16), normal(1, *shape)))
+    assert batch_rows(frame, samples) == rows
 
 
 def test_a_loop_over_rows_beside_the_net():

@@ -26,6 +26,7 @@ from cfp.program.trace import planning_mesh
 from cfp.race.programs import TOO_LATE
 from cfp.settings import ConstraintLevel
 from cfp.targets import resolve
+from cfp.view.remarks import remarks
 from cfp.view.text import plan_text
 from cfp.view.words import VERIFIED, headline
 from cfp_test.api.updown import SHAPES, arguments, step
@@ -123,6 +124,7 @@ def test_a_batch_that_the_devices_do_not_divide_is_said(ahead, folder):
     assert len(seen) == 1 and seen[0].filename == __file__
     text = " ".join(repr(found).split())
     assert "whole, since the mesh does not divide them: x (66 over x=4)" in text
+    assert "x (66 over x=4); a batch of 64 or 68 would be divided" in text
     assert "do not divide the batch" not in text
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -130,14 +132,79 @@ def test_a_batch_that_the_devices_do_not_divide_is_said(ahead, folder):
             cfp.plan(step, *arguments(66), quiet=True, **how)  # Hides progress alone.
     # All leaves of the batch, also a mask that no product reads.
     batch = {"x": arguments(66)[1], "mask": jax.ShapeDtypeStruct((66,), "float32")}
-    both = r"batch/x \(66 over x=4\), batch/mask \(66 over x=4\)"
+    both = r"batch/mask \(66 over x=4\), batch/x \(66 over x=4\)"
     with pytest.warns(UserWarning, match=both):
         cfp.plan(masked_step, arguments(66)[0], batch, **how)
     # Four hosts divide it, and all devices do not.
     where["mesh"] = cfp.described("4x2xh100")
     found = cfp.plan(step, *arguments(68), preset="hsdp", **where)
-    assert "8 devices do not divide the batch of 68" in " ".join(repr(found).split())
+    assert (
+        "8 devices do not divide the batch of 68: some repeat work; a batch of 64 or "
+        "72 would be divided"
+    ) in [*remarks(found)]
+    split = cfp.plan(step, *arguments(68), preset="tensor_parallel", **where)
+    assert "do not divide" not in repr(split), "its axes shard no batch"
     assert not found.uneven and "do not divide the batch" not in repr(ahead)
+
+
+def accumulated(w, x):
+    """Gradients of two microbatches, of consecutive rows."""
+
+    def loss(w, x):
+        for _ in range(16):
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    def add(total, part):
+        return total + jax.grad(loss)(w, part), None
+
+    parts = x.reshape(2, -1, x.shape[1])
+    return w - jax.lax.scan(add, jnp.zeros_like(w), parts)[0]
+
+
+def warned_plan(rows, mesh, folder):
+    """Returns a plan, its warnings and its remarks."""
+    args = (jax.ShapeDtypeStruct(dims, "float32") for dims in [(256, 256), (rows, 256)])
+    how = {"mesh": cfp.described(mesh), "cache_dir": folder, "quiet": True}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found = cfp.plan(
+            accumulated, *args, preset="data_parallel", donate_argnums=0, **how
+        )
+    return found, [str(one.message) for one in seen], [*remarks(found)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "part", "others"),
+    [(24, 12, "16 or 32"), (6, 3, "16"), (20, 10, "16 or 32")],
+)
+def test_microbatches_that_the_devices_do_not_divide_are_said(
+    rows, part, others, folder
+):
+    """By the plan and by the warning, also where 8 devices divide the batch."""
+    plan, [warning], said = warned_plan(rows, "8xh100", folder)
+    name = f"x ({rows} in microbatches of {part} over x=8)"
+    assert f"does not divide {name}: " in warning
+    assert warning.endswith(f"Pad it, or choose a batch of {others}.")
+    whole = f"stored whole, since the mesh does not divide them: {name}"
+    if part == 12:  # Padded by a third.
+        assert plan.winner == "data_parallel"
+        assert f"{whole}; a batch of {others} would be divided" in said
+        return
+    assert plan.winner == "replicated" and whole in said
+    assert (
+        "nothing is sharded: 8 devices are no faster than one for this step, and do "
+        f"not divide microbatches of {part}: use one, or a batch of {others}"
+    ) in said
+    [cost] = re.findall(r"while at .* costs ([0-9.]+) ms by estimate", "".join(said))
+    assert 0.1 < float(cost) <= plan.predicted_ms * 7 / 8 + 0.005, "rounded"
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+def test_microbatches_that_the_devices_divide_are_not_said(rows, folder):
+    plan, warned, said = warned_plan(rows, "8xh100", folder)
+    assert plan.winner == "data_parallel" and not warned
+    assert "divide" not in "".join(said) and not plan.uneven
 
 
 def test_what_only_compiled_has_not_raced(ahead):

@@ -201,7 +201,9 @@ def _function_target(
     if not callable(found):
         functions = _callable_as_they_are(module)
         there = known_names(name, functions) if functions else f"Write:\n{_EXAMPLE}"
-        raise CfpError(f"{where} has no target {name!r}. {there}")
+        lacks = f"{where} has no target {name!r}"
+        said = lacks if name else f"Name a function, as in {where}:NAME"
+        raise CfpError(f"{said}. {there}")
     parameters = _parameters(found)
     options = [_option(parameter) for parameter in parameters.values()]
     given = parse_options(text, options, words)

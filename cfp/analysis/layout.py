@@ -188,8 +188,7 @@ class Layout:
             return self._by_hand(op.shardings[index])
         if op.id in self.frame.program.leaf_ops:
             return None
-        value = self.frame.program.values[op.operands[index]]
-        return ((),) * len(value.shape)
+        return ((),) * len(self.frame.program.values[op.operands[index]].shape)
 
     def _by_hand(self, spec: Spec) -> Spec:
         names = dict(self.frame.mesh)

@@ -131,8 +131,7 @@ def open_session(ctx: typer.Context) -> Session:
     Raises:
         CfpError: as of :func:`target_of` and :func:`analyse`.
     """
-    pins = parse_pins(ctx.params["pin"])
-    return analyse(*target_of(ctx), pins)
+    return analyse(*target_of(ctx), parse_pins(ctx.params["pin"]))
 
 
 def dump_session(session: Session, workdir: Path | None) -> Path | None:

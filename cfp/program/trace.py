@@ -43,6 +43,8 @@ from cfp.program.step import FlatStep
 # Precisions that users may ask for, by name; then a pattern of what they may give.
 PRECISIONS: Mapping[str, Precision] = {one.name: one for one in (FP8,)}
 PRECISION = "|".join(["", *(one.pattern for one in PRECISIONS.values())])
+# Devices in words, such as 8xh100 or v5e-16, as `cfp.described` takes them.
+_CLUSTER = re.compile(r"(\d+x)+[A-Za-z][\w-]*|[A-Za-z]\w*[:-]\d[\dx]*")
 
 
 def find_precision(given: str) -> Precision | None:
@@ -66,9 +68,12 @@ def planning_mesh(mesh: Mesh) -> Mesh:
     """
     check_settings()
     if not isinstance(mesh, Mesh):
+        made = "jax.make_mesh((4,), ('x',))"
+        if isinstance(mesh, str) and _CLUSTER.fullmatch(mesh):
+            made = f"cfp.described({mesh!r})"
         raise CfpError(
             f"The mesh must be a jax.sharding.Mesh, got {mesh!r}. Pass one, for "
-            "example jax.make_mesh((4,), ('x',))."
+            f"example {made}."
         )
     if mesh.empty:
         raise CfpError(

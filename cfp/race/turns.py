@@ -98,8 +98,7 @@ def time_flags(builder: Builder, best: RaceResult) -> tuple[tuple[str, float], .
         if record is None and built is not None and not context.is_over:
             context.measure.tell(f"timing {one.name!r} with {text}")
             with builder.in_flight as at, at.doing(key, text, "run", best.time_ms):
-                made = replace(built, key=key)
-                record = run(made, one.job, program, context.devices)
+                record = run(replace(built, key=key), one.job, program, context.devices)
             context.store.put(record)
         if record is not None and record.ok:
             found.append((text, record.time_ms))

@@ -600,8 +600,7 @@ def rematerialize(
     picks = {index: candidate, near: neighbour}
     together = part_job(analysis, picks, environment, f"{label}, in context")
     together = _under(together, dict(base.jobs[0].options))
-    together = replace(together, kernels=base.jobs[2].kernels)
-    jobs = (*base.jobs[:2], together)
+    jobs = (*base.jobs[:2], replace(together, kernels=base.jobs[2].kernels))
     return replace(base, candidate=candidate, jobs=jobs, base=base)
 
 

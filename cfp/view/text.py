@@ -91,7 +91,7 @@ def _segment_text(segment: SegmentView) -> str:
         module = "/".join(outer[: next(numbers, 0) + 1])  # params/blocks/0
         modules += [module] if module else []
         by_roles.setdefault(roles, []).append(end + f" ({count} blocks)" * (count > 1))
-    parts = [f"{few(names)} {roles}" for roles, names in by_roles.items()]
+    parts = [f"{few(names)} ({roles})" for roles, names in by_roles.items()]
     parts = [few(parts, "; ")] if parts else []
     if updates := [block for block in segment.blocks if block.row.updates]:
         parts.append(" ".join(update_texts(updates)[:2]))

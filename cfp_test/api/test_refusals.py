@@ -170,6 +170,7 @@ CASES = {
     "swapped arguments": bad_step(branching, X, W),
     "a number where a static one is needed": bad_step(repeated, SMALL, 2),
     "a mesh in words": bad_step(train_step, mesh="4"),
+    "a mesh as a described cluster": bad_step(train_step, mesh="8xh100"),
     "a mesh as a shape": bad_step(train_step, mesh=(4,)),
     "the mesh before the step": lambda run, *_: cfp.parallelize(
         run.keywords["mesh"], train_step

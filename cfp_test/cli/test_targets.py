@@ -56,7 +56,9 @@ def test_a_function_is_a_target(where):
 
 
 def test_a_file_alone_lists_its_functions():
-    with pytest.raises(CfpError, match="has no target ''") as found:
+    with pytest.raises(
+        CfpError, match=f"^Name a function, as in {FILE}:NAME. "
+    ) as found:
         resolve(FILE)
     assert "toy" in str(found.value).partition("There are: ")[2]
 

@@ -271,4 +271,4 @@ def test_a_short_text_names_each_block():
         row(place // 3, 0, name, block=place, strategy=(ROWS,))
         for place, name in enumerate(names)
     ]
-    assert "q/kernel, k/kernel, v/kernel x: rows" in repr(make_plan(rows, RACE))
+    assert "q/kernel, k/kernel, v/kernel (x: rows)" in repr(make_plan(rows, RACE))

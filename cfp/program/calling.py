@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Var
 from jax.tree_util import (
     all_leaves,
     keystr,
@@ -43,7 +43,7 @@ from jax.tree_util import (
 
 from cfp.errors import OptionError, StepNotTraceable, known_names
 from cfp.printable import counted, few
-from cfp.program.jaxprs import equations
+from cfp.program.jaxprs import equations, inner_jaxprs
 
 
 def check_keywords(
@@ -79,10 +79,11 @@ def check_hashable(key: int | str, value: Any) -> None:
 
 
 _Kind = TypeVar("_Kind", int, str)
-# Operations whose results have their operands' values, up to dtype, shape and place.
+# Operations whose results have values of operands, up to dtype, shape and place.
 _MOVES = (
-    "broadcast_in_dim concatenate convert_element_type copy device_put reshape squeeze "
-    "optimization_barrier random_unwrap sharding_constraint stack transpose"
+    "broadcast_in_dim clamp concatenate convert_element_type copy device_put max min "
+    "name optimization_barrier random_unwrap reshape select_n sharding_constraint "
+    "squeeze stack stop_gradient transpose"
 ).split()
 
 
@@ -248,17 +249,17 @@ def lost_changes(
     jaxpr = jax.make_jaxpr(flat)(*avals).jaxpr
     makers = {out: eqn for eqn in equations(jaxpr) for out in eqn.outvars}
     outs, count = jaxpr.outvars, len(paths)
-    returned = _reached(outs[2 * count :], makers)
+    returned = _reached(outs[2 * count :], makers, _MOVES)
     return [
         path
         for path, old, now in zip(paths, outs, outs[count:], strict=False)
-        if id(now) not in returned and id(old) not in _reached([now], makers)
+        if id(now) not in returned and id(old) not in _reached([now], makers, ())
     ]
 
 
-def _reached(variables: Sequence[Any], makers: Mapping[Any, JaxprEqn]) -> set[int]:
-    """Returns ids of variables whose values `variables` have, also through `_MOVES`."""
-    found, todo = set[int](), [*variables]
+def _reached(ends: Sequence[Any], makers: Mapping[Any, Any], moves: Any) -> set[int]:
+    """Returns ids of variables whose values `ends` have, through calls and `moves`."""
+    found, todo = set[int](), [*ends]
     while todo:
         var = todo.pop()
         if not isinstance(var, Var) or id(var) in found:
@@ -267,12 +268,11 @@ def _reached(variables: Sequence[Any], makers: Mapping[Any, JaxprEqn]) -> set[in
         if (eqn := makers.get(var)) is None:
             continue
         ins, outs, place = eqn.invars, eqn.outvars, eqn.outvars.index(var)
-        inner = eqn.params.get("jaxpr")
-        inner = getattr(inner, "jaxpr", inner)
-        if eqn.primitive.name in _MOVES:
+        inner = next(iter(inner_jaxprs(eqn)), None)
+        if eqn.primitive.name in moves:
             todo += ins if len(outs) == 1 else [ins[place]]
-        elif isinstance(inner, Jaxpr) and len(inner.invars) == len(ins):
-            within = _reached(inner.outvars[place : place + 1], makers)
+        elif inner and len(inner.invars) == len(ins):
+            within = _reached(inner.outvars[place : place + 1], makers, moves)
             pairs = zip(inner.invars + inner.outvars, ins + outs, strict=False)
             todo += [outer for one, outer in pairs if id(one) in within]
     return found

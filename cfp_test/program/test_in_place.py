@@ -114,7 +114,17 @@ def history(net, other, x):
     return loss + other.m[...].mean()
 
 
-@pytest.mark.parametrize("update", [momentum, counter, average, batch, history])
+def largest(net, other, x):
+    def change(gradient):
+        other.m[...] = jnp.maximum(other.m[...], jnp.abs(gradient))
+        return gradient / (1 + other.m[...])
+
+    return learn(net, x, change)
+
+
+@pytest.mark.parametrize(
+    "update", [momentum, counter, average, batch, history, largest]
+)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, nnx.jit])
 def test_a_change_that_feeds_a_result_must_be_returned(update, wrap):
     """The result depends on it, and the next call would begin with the old value."""
@@ -148,6 +158,12 @@ def test_modules_or_their_arrays_may_be_returned():
         loss = update(net, optimizer, x)
         return jax.lax.optimization_barrier((net, optimizer)), loss
 
+    def guarded(net, optimizer, x):
+        before = nnx.state((net, optimizer))
+        loss = update(net, optimizer, x)
+        keep = partial(jnp.where, jnp.isfinite(loss))
+        return jax.tree.map(keep, nnx.state((net, optimizer)), before), loss
+
     def narrow(net, optimizer, x):
         loss = update(net, optimizer, x)
         params, others = nnx.state(net, nnx.Param, ...)
@@ -158,6 +174,7 @@ def test_modules_or_their_arrays_may_be_returned():
         (whole, (*made(), X)),
         (arrays, (state, X)),
         (constrained, (*made(), X)),
+        (guarded, (*made(), X)),
         (narrow, (*made(), X)),
         (nnx.jit(narrow), (*made(), X)),
         (jax.jit(whole), (*made(), X)),

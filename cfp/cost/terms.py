@@ -135,8 +135,7 @@ class Terms:
         share = self._share(rule, axes)
         if is_contraction(op):
             flops = op_flops(program, op) / op.repeat * share
-            dtype = product_dtype(program, op)
-            products_ms = self.rates.matmul_ms(flops, dtype)
+            products_ms = self.rates.matmul_ms(flops, product_dtype(program, op))
             # A product with large results for few FLOPs waits for memory.
             tensors = zip(
                 (*rule.operands, *rule.results),

@@ -224,8 +224,7 @@ def constraint_sites(program: Program, constraints: Constraints) -> tuple[Site, 
         for value, spec in constraints.values.items()
     ]
     for (op, index), spec in constraints.uses.items():
-        one = program.ops[op]
-        placed.append((op, one.reads[index], spec))
+        placed.append((op, program.ops[op].reads[index], spec))
     ops = sorted({op for op, _, _ in placed if op >= 0})
     sources = dict(zip(ops, sources_of(program, ops), strict=True))
     found = Counter(

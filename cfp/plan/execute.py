@@ -402,8 +402,7 @@ class ReusableExecutable:
         cls, program: Program, mesh: Mesh, job: Job, built: Built
     ) -> ReusableExecutable:
         """Makes the record of a whole step that `job` compiled to `built`."""
-        types = signature(program, job.part)
-        return cls(built, job, mesh, program.content, types)
+        return cls(built, job, mesh, program.content, signature(program, job.part))
 
     def does(
         self,

@@ -199,8 +199,7 @@ def fetch(leaf: jax.Array, device: Any) -> jax.Array:
     """
     mesh = getattr(leaf.sharding, "mesh", None)
     if mesh is not None and not leaf.is_fully_replicated and not memory_kind(leaf):
-        whole = NamedSharding(mesh, PartitionSpec())
-        leaf = jax.jit(_same, out_shardings=whole)(leaf)
+        leaf = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))(leaf)
     if leaf.is_fully_addressable:
         return jax.device_put(leaf, device)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

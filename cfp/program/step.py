@@ -308,7 +308,7 @@ class FlatStep:
         said, kinds = repr(error), (bool, int, float, complex)
         pairs = zip(self.arg_names, self.examples, strict=True)
         numbers = [name for name, one in pairs if isinstance(one, kinds)]
-        if any(isinstance(leaf, jax.Array) for leaf in tree_flatten(self.fn)[0]):
+        if any(hasattr(leaf, "dtype") for leaf in tree_flatten(self.fn)[0]):
             return (
                 f"The first argument, a {type(self.fn).__name__}, has arrays of its "
                 "own. If it is not the step, pass the step before it."

@@ -272,8 +272,9 @@ def test_modules_around_a_step_are_to_be_passed():
 
 
 def test_a_module_in_place_of_the_step_is_named():
-    message = refused(*made(), X)
-    assert "The first argument, a Net, has arrays of its own." in message
+    for modules in (made(), nnx.eval_shape(made)):
+        message = refused(*modules, X)
+        assert "The first argument, a Net, has arrays of its own." in message
     net, _ = made()
     net.eval()
     assert accepted(net, X), "a module may be a step"

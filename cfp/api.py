@@ -209,20 +209,15 @@ def plan(
         for name, one in meshes.items()
     ]
     found = find_fastest(run_passes, variants, options, quiet=quiet).plan
-    _warn_undivided(found)
-    return found
-
-
-def _warn_undivided(plan: Plan) -> None:
-    """Warns of undonated arguments, if any, that the mesh does not divide."""
-    given = {n.partition("/")[0] for n in compress(plan.arg_names, plan.donated)}
-    whole = [one for one in plan.uneven if one.split("/")[0].split()[0] not in given]
-    if whole:
-        other = words.other_batches(plan) or ["a size that it divides"]
+    given = {n.partition("/")[0] for n in compress(found.arg_names, found.donated)}
+    every = ((one.split("/")[0].split()[0], one) for one in found.uneven)
+    if whole := [one for argument, one in every if argument not in given]:
+        other = words.other_batches(found) or ["a size that it divides"]
         warn(
             f"The mesh does not divide {few(whole, most=8)}: it is stored whole, and "
             f"may be computed in padded parts. Pad it, or choose {other[-1]}."
         )
+    return found
 
 
 OPTIONS = tuple(signature(plan).parameters)[4:-1]  # not fn, args, mesh, quiet, kwargs

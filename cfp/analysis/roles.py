@@ -97,22 +97,21 @@ def axis_walk(
 def batch_rows(frame: Frame, samples: int) -> int:
     """Returns the rows that data parallelism shards: all samples, or a microbatch's.
 
-    Of the sizes that divide `samples`, the one with the most FLOPs counts. A block of
-    other rows, such as all tokens, does not. 0 if no block reads a batch.
+    Of the sizes that divide `samples`, the one with the most FLOPs counts. Blocks with
+    other rows, such as all tokens, have no vote. 0 if no block reads a batch.
     """
-    for sizes in ({size for _, size in frame.mesh}, {1}):
-        rows, is_read = Counter[int](), False
-        for ways in sizes:
-            walk = axis_walk(frame, "data", ways)
-            for block, choice in zip(frame.blocks, walk, strict=True):
-                if choice.inner != NONE:
-                    op = frame.program.ops[block.anchor]
-                    size, is_read = op.known_rule.sizes[choice.inner], True
-                    if samples % size == 0:
-                        rows[size] += op_flops(frame.program, op)
-        if rows:
-            return rows.most_common(1)[0][0]
-    return samples if is_read else 0
+    rows = Counter[int]()
+    for ways in (*(size for _, size in frame.mesh), 1):
+        if ways == 1 and any(rows.values()):
+            break
+        walk = axis_walk(frame, "data", ways)
+        for block, choice in zip(frame.blocks, walk, strict=True):
+            if choice.inner != NONE:
+                op = frame.program.ops[block.anchor]
+                size = op.known_rule.sizes[choice.inner]
+                fits = samples % size == 0
+                rows[size if fits else samples] += fits * op_flops(frame.program, op)
+    return max(rows, key=lambda size: rows[size], default=0)
 
 
 @searched_once
@@ -245,7 +244,7 @@ class _Walk:
         anchors = self.anchors
         for op in program.ops:
             if op.id in anchors:
-                choice = self._choose(op)
+                choice = _first(op.known_rule, self._wish(op), self.size)
                 choices[anchors[op.id]] = choice
                 self._mark_result(op, choice)
             elif op.rule is not None:
@@ -371,13 +370,9 @@ class _Walk:
         else:
             self._mark(op, rule, {outer: 0})
 
-    def _choose(self, op: Op) -> AxisChoice:
-        rule = op.known_rule
-        return _first(rule, self._wish(op, rule), self.size)
-
-    def _wish(self, op: Op, rule: Rule) -> list[AxisChoice]:
+    def _wish(self, op: Op) -> list[AxisChoice]:
         """Returns the choices that the role prefers for this block, best first."""
-        kept = in_result(rule)
+        rule, kept = op.known_rule, in_result(op.known_rule)
         weights = [i for i, v in enumerate(op.operands) if self.weight[v]]
         own = own_factors(rule)
         if self.role == "expert" and weights and (shared := shared_factors(rule)):

@@ -35,7 +35,6 @@ from cfp.cost.described import DescribedMesh
 from cfp.cost.terms import Terms, transition
 from cfp.plan.execute import ReusableExecutable
 from cfp.plan.parts import (
-    INDIVISIBLE,
     NOT_CHOSEN,
     AxisRole,
     MoveFigure,
@@ -170,14 +169,14 @@ def uneven_arguments(layout: Layout, samples: int, rows: int) -> tuple[str, ...]
     batch, found = data_arguments(layout.frame), []
     for position, value in enumerate(program.args):
         shape = program.values[value].shape
-        wanted, name = layout.read_spec(value), program.arg_names[position]
+        wanted, name = layout.read_spec(value) or (), program.arg_names[position]
         if any(layout.arg_spec(position)):
             continue
-        kept = even_spec(wanted, shape, mesh) if wanted else ()
-        lost = [i for i, names in enumerate(wanted or ()) if names != kept[i]]
+        kept = even_spec(wanted, shape[: len(wanted)], mesh)
+        lost = [i for i, names in enumerate(wanted) if names != kept[i]]
         is_parted = position in batch and 0 < rows < samples
         if lost and not is_parted:
-            over = [(a, n) for a, n in mesh if a in (wanted or ())[lost[0]]]
+            over = [(a, n) for a, n in mesh if a in wanted[lost[0]]]
             found.append(f"{name} ({shape[lost[0]]} over {mesh_text(over)})")
         elif mesh and rows and batch.get(position) == 0:
             size = rows if is_parted or samples in shape[:2] else shape[0]
@@ -250,9 +249,7 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
     if not layout.frame.mesh:
         return ()
     program = layout.frame.program
-    made = [
-        0 if op.has_regions else _bytes(program, op, op.results) for op in program.ops
-    ]
+    made = [0 if o.has_regions else _bytes(program, o, o.results) for o in program.ops]
     whole: set[int] = set()
     found, touched, computed = Counter(), Counter(), Counter()
     lost_ms: dict[str, float] = defaultdict(float)
@@ -309,20 +306,18 @@ def _why_whole(layout: Layout, op: Op) -> str:
     if any(rule.splits(f, size) for f in able for _, size in mesh):
         return f": {NOT_CHOSEN}"
     parts = " or ".join(str(rule.sizes[f]) for f in able)
-    return f": {mesh_text(mesh)} {INDIVISIBLE} {parts}"
+    return f": {mesh_text(mesh)} divides none of {parts}"
 
 
 def sharded_kernels(layout: Layout) -> tuple[str, ...]:
     """Lists custom_partitioning ops that are sharded: ``norm at net.py:12 over x``."""
     program, found = layout.frame.program, Counter()
     for op in program.ops:
-        call = call_of(op.attributes)
-        if call is None or not any(layout.axes.get(op.id, ())):
+        call, own = call_of(op.attributes), layout.axes.get(op.id, ())
+        if call is None or not any(own):
             continue
-        own = layout.axes[op.id]
-        axes = ", ".join(
-            name for name, _ in layout.frame.mesh if any(name in names for names in own)
-        )
+        used = {name for names in own for name in names}
+        axes = ", ".join(name for name, _ in layout.frame.mesh if name in used)
         where = f" at {Path(op.source).name}" if op.source else ""
         found[f"{call.label}{where} over {axes}"] += 1
     return tuple(

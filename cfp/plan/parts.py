@@ -198,9 +198,7 @@ class Figures:
                 raise ValueError(f"picks below {known} for kind {kind}, not {pick}")
 
 
-# Reasons why a kernel with a sharding rule is whole on every device. The sizes of its
-# dims follow the first.
-INDIVISIBLE = "divides none of"
+# A reason why a kernel with a sharding rule is whole on every device.
 NOT_CHOSEN = "the plan does not shard it"
 
 _NUMBER = re.compile(r"\d+")

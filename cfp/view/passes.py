@@ -19,7 +19,7 @@ from cfp.search.requests import Profiles
 from cfp.view.console import Row, Rows, row_of, sheet
 from cfp.view.words import STRATEGIES
 
-_MOST_OPAQUE = 5
+_MOST_OPAQUE, _COUNTS = 5, ("measured", "cached", "failed")
 
 
 def strategy_numbers(
@@ -79,9 +79,8 @@ def analysis_view(data: dict[str, Any], border: box.Box) -> RenderableType:
         lines.insert(0, f"{len(opaque)} ops have no sharding rule and run replicated")
     if (more := len(opaque) - _MOST_OPAQUE) > 0:
         lines.append(f"and {more} more")
-    return sheet(
-        border, head, [Rows(title="Segments", headings=headings, rows=rows)], lines
-    )
+    table = Rows(title="Segments", headings=headings, rows=rows)
+    return sheet(border, head, [table], lines)
 
 
 def _members(segments: list[dict[str, Any]], kind: int) -> str:
@@ -111,9 +110,7 @@ def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
             }
         )
     return {
-        "measured": profiles.counts["strategies_measured"],
-        "cached": profiles.counts["strategies_cached"],
-        "failed": profiles.counts["strategies_failed"],
+        **{name: profiles.counts[f"strategies_{name}"] for name in _COUNTS},
         "seconds": profiles.counts["profile_seconds"],
         "rounds": len(profiles.rounds) - 1,
         "profiles": found,
@@ -137,9 +134,8 @@ def profiles_view(
         f"{counted(data['measured'], *STRATEGIES)} measured, {data['cached']} from the "
         f"cache, {data['failed']} failed; {data['seconds']:.1f} s"
     )
-    return sheet(
-        border, "", [Rows(title="Profiles", headings=headings, rows=rows)], [line]
-    )
+    table = Rows(title="Profiles", headings=headings, rows=rows)
+    return sheet(border, "", [table], [line])
 
 
 # ---------------------------------------------------------------- rates of collectives

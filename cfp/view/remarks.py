@@ -212,17 +212,16 @@ def _crossing(plan: Plan) -> Values:
 
 
 def _undivided(plan: Plan) -> Values:
-    """Returns (devices, rows, batches) if no other remark has them; else ()."""
+    """Names arguments or rows that devices do not divide, and batches that they do."""
     roles = (one for row in plan.rows for one in row.strategy)
     tensor = {r.axis for r in roles if r.role in (Role.COLUMNS, Role.CONTRACTED)}
-    is_said = plan.uneven or _nothing_sharded(plan)
-    return () if is_said else words.other_batches(plan, tensor) or ()
-
-
-def _uneven(plan: Plan) -> Values:
-    found = None if _nothing_sharded(plan) else words.other_batches(plan)
+    found = words.other_batches(plan, () if plan.uneven else tensor)
+    found = None if _nothing_sharded(plan) else found
+    text = "{} devices do not divide {}: some repeat work".format(*found or ("", ""))
+    if plan.uneven:
+        text = f"stored whole, since the mesh does not divide them: {few(plan.uneven)}"
     advice = f"; {found[-1]} would be divided" if found else ""
-    return f"{few(plan.uneven)}{advice}" if plan.uneven else ()
+    return text + advice if plan.uneven or found else ()
 
 
 _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
@@ -236,10 +235,6 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
         "{}: {} devices are no faster than one for this step{}: use one, or {}",
     ),
     (_crossing, "collectives between hosts (along {}): {}; within hosts: {}"),
-    (
-        _undivided,
-        "{} devices do not divide {}: some repeat work; {} would be divided",
-    ),
     (lambda plan: "; ".join(plan.site_checks), "{}"),
     (
         lambda plan: few([one for one in plan.uncounted if one.startswith("while")]),
@@ -255,7 +250,7 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (words.budget_text, "{}"),
     (_pinned, "pinned in all candidates, {}: {}"),
     (_in_host, "in host memory between steps: {}"),
-    (_uneven, "stored whole, since the mesh does not divide them: {}"),
+    (_undivided, "{}"),
     (
         lambda plan: few(plan.split),
         "whole on each device, as a reshape puts consecutive rows into a microbatch: "

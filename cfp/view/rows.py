@@ -339,7 +339,7 @@ def race_rows(plan: Plan) -> Rows:
         below.append(f"{_MARK} memory by estimate; other memory is the compiler's.")
     title = {"measured": "Predictions", "estimated": "Estimates"}[plan.rung]
     return Rows(
-        title="Race" if words.has_raced(plan) else title,
+        title="Race" if any(row.samples_ms for row in plan.race) else title,
         headings=(" ", "plan", *numbers, "from", "note"),
         rows=rows,
         notes=below,

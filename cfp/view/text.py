@@ -57,8 +57,8 @@ _MOST_SEGMENTS = 4  # Of a short text.
 
 def short_text(plan: Plan) -> str:
     """Returns the most important facts about a plan in short lines, for its repr."""
-    figures = "; ".join(words.figure_texts(plan))
-    lines = [words.title(plan), figures or "neither predicted nor measured"]
+    figures = "; ".join(words.figure_texts(plan)) or "neither predicted nor measured"
+    lines = [words.title(plan), figures]
     lines += [f"{rates}"] if (rates := throughput(plan)) is not None else []
     lines.append(f"chosen: {chosen_text(plan)}")
     segments = segments_of(plan)
@@ -150,10 +150,8 @@ def explained(plan: Plan, wanted: set[int] | None = None) -> Iterator[Explained]
     """
     kinds = plan.figures.segment_kinds if plan.figures else ()
     for segment in segments_of(plan):
-        blocks = segment.blocks
-        shown = [
-            b for b in blocks if wanted is None or not wanted.isdisjoint(b.members)
-        ]
+        every = segment.blocks
+        shown = [b for b in every if wanted is None or {*b.members} & wanted]
         if not shown:
             continue
         span, count = span_text([*segment.indices]), len(segment.indices)

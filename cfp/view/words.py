@@ -210,11 +210,6 @@ def summary_line(plan: Plan) -> str:
     return before + "; ".join(parts)
 
 
-def has_raced(plan: Plan) -> bool:
-    """True if any candidate of a plan's race was timed."""
-    return any(row.samples_ms for row in plan.race)
-
-
 def is_sharded(plan: Plan) -> bool:
     """True if a plan shards a value, or a custom kernel or `shard_map` is sharded."""
     inside = plan.constraints
@@ -236,15 +231,10 @@ def _shards_blocks(plan: Plan) -> bool:
 
 
 def other_batches(plan: Plan, but: Collection[str] = ()) -> tuple[str, str, str] | None:
-    """Returns (devices, rows that they do not divide, batches that they do), or None.
-
-    Args:
-        but: axes whose devices do not count.
-    """
+    """Returns (devices, rows not divided by them, batches that are); not axes `but`."""
     devices = prod(size for axis, size in plan.mesh_axes if axis not in but)
     samples = round(plan.search.get("batch_samples") or 0)
-    rows = round(plan.search.get("batch_rows", samples))
-    if not rows % devices:
+    if not (rows := round(plan.search.get("batch_rows", samples))) % devices:
         return None
     parts, down = max(1, samples // rows), rows // devices * devices
     sizes = [str(parts * n) for n in (down, down + devices) if n]

@@ -49,7 +49,7 @@ from cfp.program.graph import PARTITIONED
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import Lowering, planning_mesh, trace
 from cfp.race.admission import over_budget
-from cfp.race.compile import compiled_before
+from cfp.race.compile import EARLIER_RUN, compiled_before
 from cfp.race.programs import (
     LESS_MEMORY,
     TOO_LARGE,
@@ -414,24 +414,26 @@ def search_further(
 
     Returns the first of: a search by compiled sizes, one of all presets, candidates of
     least memory. Once time is over, only the last. After a winner: None, or a search by
-    compiled sizes if the winner rematerializes and predicted memory was ample.
+    compiled sizes if it rematerializes and predicted memory was ample. A remembered
+    winner without a race ends only the last.
     """
     solution, won = outcome.solution, outcome.winner
     profiles, may_go_on = solution.profiles, not context.is_over
-    if won is not None:
+    goes_on = won is None or (not context.races and won.name == EARLIER_RUN)
+    if won is not None and not goes_on:
         saw_no_need = profiles is not None and not profiles.memory_bound
         may_go_on = may_go_on and saw_no_need and bool(won.choice.remat)
     found = None
     if profiles is not None and may_go_on and solution.stage is Stage.PREDICTED:
         found = search_as_compiled(context, analysis, solution)
-        if found is None and won is None and profiles.has_all_presets:
+        if found is None and goes_on and profiles.has_all_presets:
             # Candidates known not to fit are skipped, and others are compiled.
             found = replace(solution, stage=Stage.CORRECTED)
-    if won is None and found is None:
+    if goes_on and found is None:
         if profiles is not None and may_go_on and not profiles.has_all_presets:
             profiles = profile(context, analysis, all_presets=True)
             found = search(context, analysis, profiles)
-        elif solution.problem is not None and solution.stage is not Stage.SMALLEST:
+        elif won is None and solution.problem and solution.stage is not Stage.SMALLEST:
             found = _smallest(context, analysis, solution, outcome.results)
     if found is None:
         return None

@@ -90,8 +90,7 @@ def complete_plan(
     analysis, winner = analyzed.analysis, outcome.winner
     reserve = context.memory.reserve_bytes if context.memory else 0
     if winner is None:
-        budget_bytes, problem = context.budget_bytes, outcome.solution.problem
-        error = no_winner(analysis, outcome.results, budget_bytes, reserve, problem)
+        error = no_winner(analysis, outcome.results, context.budget_bytes, reserve)
         if isinstance(error, MemoryBudgetError) and context.is_over:
             error = error.with_line(
                 "Planning ran out of time before it compiled all smaller candidates. "

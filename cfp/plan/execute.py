@@ -133,11 +133,12 @@ def check_devices(
     differ = device_difference(axes, environment, devices)
     version, remedy = environment.get("jax_version", jax.__version__), ""
     if differ:
-        remedy = "Use the plan on its devices (cfp show needs none), or plan for these"
+        remedy = "Use its devices (plan.arg_specs and cfp show --python need none)"
         if {_facts(devices)["platform"], environment.get("platform", "cpu")} == {"cpu"}:
             count = prod(size for _, size in axes)
             virtual = f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
-            remedy = f"Set {virtual} for as many virtual devices, or plan for these"
+            remedy = f"Set {virtual} for as many virtual devices"
+        remedy += ", or plan for these"
     elif version != jax.__version__:
         differ = f"The plan is for JAX {version}, and this is JAX {jax.__version__}"
         remedy = f"Install JAX {version}, or plan again"

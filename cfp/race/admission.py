@@ -57,7 +57,6 @@ from cfp.race.programs import (
     TOO_LARGE,
     TOO_LATE,
     RaceResult,
-    leanest_of,
     with_options,
 )
 from cfp.search.choices import whole_choice
@@ -410,17 +409,15 @@ def no_winner(
     results: Sequence[RaceResult],
     budget_bytes: int | None,
     reserve_bytes: int = 0,
-    problem: Problem | None = None,
 ) -> CfpError:
     """Makes the error for a race without a winner.
 
-    It is a `MemoryBudgetError` if all compiled candidates are over the budget.
+    A `MemoryBudgetError` names the smallest if all compiled ones are over the budget.
 
     Args:
         results: results of candidates that were compiled, or failed.
         budget_bytes: largest memory of a program per device; None without a budget.
         reserve_bytes: the rest of the user's budget, for the allocator.
-        problem: the error names its leanest choice if compiled, else the smallest one.
     """
     compiled = [r for r in results if r.peak_bytes]
     failed = [r for r in compiled if r.fits] if compiled else results
@@ -428,9 +425,7 @@ def no_winner(
         reasons = "; ".join(f"{r.name}: {r.reason}" for r in failed)
         reasons = reasons or "No candidate was compiled."
         return CfpError(f"No plan ran on the devices. {reasons}")
-    least = problem and leanest_of(analysis, problem).choice
-    same = [r for r in compiled if r.candidate.choice == least]
-    best = min(same or compiled, key=lambda r: r.peak_bytes)
+    best = min(compiled, key=lambda r: r.peak_bytes)
     needed = best.peak_bytes + reserve_bytes
     most = (budget_bytes or 0) + reserve_bytes
     first = (

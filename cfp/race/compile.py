@@ -17,6 +17,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
+from math import inf
 from typing import Any
 
 import pydantic
@@ -40,6 +41,7 @@ from cfp.profiling.record import (
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import InFlight, settle
 from cfp.program.graph import Program
+from cfp.race.admission import expected_ms
 from cfp.race.programs import (
     RaceProgram,
     RaceResult,
@@ -94,14 +96,13 @@ def compile_programs(
 ) -> list[RaceResult]:
     """Compiles programs without running them, and stores failures.
 
-    Programs over the budget count as failures. Programs of `known_records`, and those
-    of `keep_built` that fit, are not compiled again.
+    Programs over the budget count as failures. Known ones are not compiled again.
 
     Returns:
         A result for each program, in order; samples come from earlier races only.
     """
     context, keys = builder.context, [one.job.key.digest for one in programs]
-    known = {**_known_builds(context, programs), **known_records(context, keys)}
+    known = {**_builds(context.store, programs), **known_records(context, keys)}
     new = [one for one in programs if one.job.key.digest not in known]
     with builder.in_flight as in_flight:
         ready, failed = build_each(builder, new, in_flight)
@@ -113,15 +114,14 @@ def compile_programs(
 def keep_built(store: ProfileStore, one: RaceProgram, built: Built) -> None:
     """Stores a compiled program's memory, under a key that no timing has."""
     made = replace(built, key=_key_of_build(one))
-    store.put(made.record("ok", samples_ms=[1e3 * built.build_seconds]), replace=True)
+    record = made.record("ok", samples_ms=[1e3 * built.build_seconds])
+    store.put(replace(record, choice=one.job.choice), replace=True)
 
 
-def _known_builds(
-    context: PlanContext, programs: Sequence[RaceProgram]
-) -> dict[str, Built]:
-    """Returns {key: `Built` without executable} of `keep_built`'s that fit."""
+def _builds(store: ProfileStore, programs: Sequence[RaceProgram]) -> dict[str, Built]:
+    """Returns {key: `Built` without executable} of `keep_built`'s."""
     keys = {one.job.key.digest: (one.job.key, _key_of_build(one)) for one in programs}
-    found = context.store.get_many(mine.digest for _, mine in keys.values())
+    found = store.get_many(mine.digest for _, mine in keys.values())
     return {
         digest: Built(
             key=key,
@@ -131,12 +131,12 @@ def _known_builds(
             **asdict(one.size),
         )
         for digest, (key, mine) in keys.items()
-        if (one := found.get(mine.digest)) and fits(one, context.budget_bytes)
+        if (one := found.get(mine.digest))
     }
 
 
 def _key_of_build(one: RaceProgram) -> ProfileKey:
-    return ProfileKey((*one.job.key.parts, ("outcome", "compiled")))
+    return ProfileKey((*one.job.key.parts, _COMPILED))
 
 
 def build_each(
@@ -238,6 +238,7 @@ def keep(records: Collection[ProfileRecord], store: ProfileStore) -> None:
 
 
 EARLIER_RUN = "from an earlier run"
+_COMPILED = ("outcome", "compiled")
 
 
 class _Kept(BaseModel):
@@ -327,12 +328,13 @@ def keep_answer(asked: ProfileKey, store: ProfileStore, answer: Answer) -> None:
 def compiled_before(
     context: PlanContext, programs: Sequence[RaceProgram]
 ) -> dict[Any, ProfileRecord]:
-    """Returns {candidate's key: record} of those timed, or compiled too large."""
-    found = context.store.get_many(one.job.key.digest for one in programs)
+    """Returns {candidate's key: record} of those timed, or only compiled."""
+    keys = [(one, key) for one in programs for key in (_key_of_build(one), one.job.key)]
+    found = context.store.get_many(key.digest for _, key in keys)
     return {
         one.candidate.key: record
-        for one in programs
-        if (record := found.get(one.job.key.digest)) is not None
+        for one, key in keys
+        if (record := found.get(key.digest)) is not None
         and (record.ok or is_compiled_too_large(record))
     }
 
@@ -343,6 +345,8 @@ Remembered = tuple[Candidate, ProfileRecord]
 
 def _turn_ms(record: ProfileRecord) -> float:
     """Step time, ms; a single sample, as of a look (short timing), counts 4 % more."""
+    if _COMPILED in record.parts:
+        return inf  # Its sample is the time of compiling.
     longer = STAY_AFTER_LOOK if len(record.samples_ms) < 2 else 1.0
     return longer * record.time_ms
 
@@ -379,7 +383,7 @@ def to_race_again(
 ) -> list[Candidate]:
     """Returns at most one remembered choice: the fastest that fits, or the smallest.
 
-    An earlier run compiled it. It races, so that more memory gives no slower plan. The
+    So more memory gives no slower plan. Without a race, predicted times decide. The
     smallest, if none fits, lets errors name a sufficient budget (docs/decisions.md,
     "Compiled programs are remembered"). Choices of `candidates` are left out.
 
@@ -404,22 +408,21 @@ def to_race_again(
     new = dict[Any, Remembered]()
     for one, record in known:  # Of equal candidates the fastest stays.
         if one.key not in present:
-            new.setdefault(one.key, (one, record))
-    ranked = [*new.values()]
+            time_ms = prediction_of(analysis, problem, one.choice).time_ms
+            new.setdefault(one.key, (replace(one, predicted_ms=time_ms), record))
+    ranked = sorted(new.values(), key=lambda pair: expected_ms(pair[0]))
+    if context.races:
+        ranked.sort(key=lambda pair: _turn_ms(pair[1]))
     fitting = [pair for pair in ranked if pair[1].peak_bytes <= budget_bytes]
     if answer is not None and not answer.is_old(record for _, record in fitting):
         chosen = [pair for pair in ranked if pair[1].choice == answer.known]
     else:
-        smallest_first = sorted(ranked, key=lambda pair: pair[1].peak_bytes)
-        chosen = (fitting or smallest_first)[:1]
-    return [
-        replace(one, predicted_ms=prediction_of(analysis, problem, one.choice).time_ms)
-        for one, _ in chosen
-    ]
+        chosen = fitting[:1] or sorted(ranked, key=lambda pair: pair[1].peak_bytes)[:1]
+    return [one for one, _ in chosen]
 
 
 def _apart_from_choice(parts: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    chosen = ("shardings", "options", "race")
+    chosen = ("shardings", "options", "race", "outcome")
     return {name: value for name, value in parts if name not in chosen}
 
 

@@ -411,9 +411,9 @@ class RaceOutcome:
         return tuple((one.candidate, one.time_ms) for one in self.results if one.ran)
 
     def after(self, before: RaceOutcome) -> RaceOutcome:
-        """Returns this; if `before` has no winner, with its other rows and results."""
+        """Returns this, or `before` if only that has a winner; without any, both."""
         if before.winner is not None:
-            return self
+            return self if self.winner else replace(before, solution=self.solution)
         names = {row.name for row in self.rows}
         earlier = (row for row in before.rows if row.name not in names)
         # Rows of candidates that were not compiled come last.
@@ -432,7 +432,7 @@ def is_compiled_too_large(record: ProfileRecord) -> bool:
 def race_row(result: RaceResult) -> RaceRow:
     """Returns a result as a plan's table row."""
     record, note = result.record, result.note
-    if record and (record.ok or is_compiled_too_large(record)) and not result.fits:
+    if (not record or record.ok or is_compiled_too_large(record)) and not result.fits:
         # The record's own reason may name an earlier budget.
         note = OVER_BUDGET
     return RaceRow(

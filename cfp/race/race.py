@@ -218,7 +218,7 @@ class Race:
         programs = programs_of(self.analysis, candidates, context.environment)
         asked = question(context, programs)
         self.sizes.update(compiled_before(context, programs))
-        answer = answer_to(asked, context.store)
+        answer = answer_to(asked, context.store) if context.races else None
         anyway = exempt_from_reach(candidates)
         near = within_reach(candidates, anyway, context.defaults.reach)
         known = to_race_again(context, self.analysis, problem, near, answer)

@@ -11,17 +11,18 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
 from cfp.context import DetailedSettings, PlannerSettings, open_context
 from cfp.errors import CfpError
-from cfp.passes import preset_solution
+from cfp.passes import preset_solution, profile, search, search_further
 from cfp.plan.describe import compose_plan
 from cfp.profiling.builder import build
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race import compile as building
 from cfp.race.admission import exempt_from_reach, within_reach
-from cfp.race.programs import TOO_LATE
+from cfp.race.compile import EARLIER_RUN
+from cfp.race.programs import TOO_LATE, RaceOutcome
 from cfp.race.race import race
-from cfp.search.guided import Candidate
-from cfp.settings import ConstraintLevel, defaults_of
+from cfp.search.guided import Candidate, Stage
+from cfp.settings import MOST_REFUSED, ConstraintLevel, defaults_of
 from cfp.view.remarks import remarks
 from cfp_test.program.stacks import stack_step
 from cfp_test.support.covering import at_night
@@ -179,13 +180,13 @@ def test_the_budget_that_an_error_names_does(plan, lean_compiler, tmp_path):
     assert named[True] == named[False]
 
 
-def test_each_refused_budget_names_the_same_memory(plan, tmp_path, monkeypatch):
-    """Also a budget at which smaller programs than the leanest are compiled."""
+def test_a_refused_budget_names_the_smallest_known_program(plan, tmp_path, monkeypatch):
+    """Also a smaller program than the leanest by prediction, and of an earlier run."""
     choices = []
 
     def refused(budget):
         with pytest.raises(cfp.MemoryBudgetError) as caught:
-            plan(budget, race=False, cache_dir=tmp_path / str(budget))
+            plan(budget, race=False, cache_dir=tmp_path)
         return caught.value.smallest_feasible_bytes
 
     def smaller(program, mesh, job, environment):
@@ -197,9 +198,34 @@ def test_each_refused_budget_names_the_same_memory(plan, tmp_path, monkeypatch):
     monkeypatch.setattr(building, "build", smaller)
     least = refused(1024)
     assert len(choices) == 1
-    assert refused(least - 16) == least
+    assert refused(least - 16) == least - 8
     assert len({*choices}) > 1
-    assert plan(least, race=False, cache_dir=tmp_path / "new").peak_bytes <= least
+    assert refused(1024) == least - 8
+    assert plan(least - 8, race=False, cache_dir=tmp_path).peak_bytes == least - 8
+
+
+def test_a_refused_budget_leaves_no_worse_plan_behind(plan, tmp_path, monkeypatch):
+    """Also if as many candidates as a search compiles do not fit."""
+    built, too_large = [], set()
+
+    def swollen(program, mesh, job, environment):
+        made = build(program, mesh, job, environment)
+        built.append(job.choice)
+        return replace(made, temp_bytes=2**40) if job.choice in too_large else made
+
+    monkeypatch.setattr(building, "build", swollen)
+    for number in range(MOST_REFUSED + 1):
+        folder = tmp_path / str(number)
+        asked = {"race": False, "measure": None, "cache_dir": folder / "refused"}
+        with pytest.raises(cfp.MemoryBudgetError):
+            plan(1024, **asked)
+        after = plan("1GiB", **asked)
+        fresh = plan("1GiB", **{**asked, "cache_dir": folder / "fresh"})
+        assert after.predicted_ms == fresh.predicted_ms
+        assert after.peak_bytes == fresh.peak_bytes
+        # It comes back within a budget of its own size.
+        assert plan(fresh.peak_bytes, **asked).predicted_ms <= fresh.predicted_ms
+        too_large.add(built[-1])
 
 
 def test_a_preset_is_within_the_budget_or_refused_though_none_races(plan):
@@ -385,3 +411,23 @@ def test_what_is_out_of_reach_stands_in_the_table(plan):
     for name, row in known.items():
         assert (row.time_ms is not None) == (name in raced)
         assert ("too slow" in row.note) == (name not in raced)
+
+
+def test_without_a_race_a_remembered_program_ends_no_search(mesh, tmp_path):
+    program, _ = trace(flatten_step(STEP, ARGS, {}), planning_mesh(mesh))
+    analysis = analyze(program, tuple(mesh.shape.items()))
+    with open_context(mesh, tmp_path, 2**30) as context:
+        solution = search(context, analysis, profile(context, analysis))
+        best = solution.candidates[0]
+        known = replace(best, name=EARLIER_RUN)
+
+        def goes_on(winner, stage=Stage.PREDICTED):
+            at = replace(solution, stage=stage)
+            outcome = RaceOutcome(solution=at, winner=winner)
+            return search_further(context, analysis, outcome) is not None
+
+        assert not goes_on(best)
+        assert goes_on(known) and not goes_on(known, Stage.CORRECTED)
+    # What is found stays, if the time is over before anything else is compiled.
+    found, later = (RaceOutcome(solution=solution, winner=w) for w in (known, None))
+    assert later.after(found).winner == known

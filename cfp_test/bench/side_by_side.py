@@ -294,8 +294,7 @@ def planned(session: Session, work: Path, budget: int | None = None) -> Found:
         while (again := search_further(context, analysis, outcome)) is not None:
             outcome = race(context, analysis, again).after(outcome)
     if outcome.winner is None:
-        problem = outcome.solution.problem
-        raise no_winner(analysis, outcome.results, budget, 0, problem)
+        raise no_winner(analysis, outcome.results, budget)
     seconds = session.seconds + time.perf_counter() - started
     return Found(
         session=session,

@@ -136,10 +136,11 @@ def known(analysis, tmp_path):
         store.put(record)
         return record.choice
 
-    def found(budget_bytes, answer=None, device_bytes=None, with_limit=()):
+    def found(budget_bytes, answer=None, device_bytes=None, with_limit=(), races=True):
         memory = MemoryBudget(budget_bytes=budget_bytes, device_bytes=device_bytes)
         context: Any = SimpleNamespace(
             memory=memory,
+            races=races,
             store=store,
             environment=(),
             settings=DetailedSettings(),

@@ -193,7 +193,7 @@ def compare(found: Any, expected: Any) -> Differences:
     Raises:
         CfpError: paths or shapes differ; containers' types and functions may differ.
     """
-    have, want = _by_path(found), _by_path(expected)
+    have, want = _by_path(fixed(found)), _by_path(fixed(expected))
     odd = [f"{x or 'the result'} is not expected" for x in have if x not in want]
     odd += [f"{x or 'the result'} is not found" for x in want if x not in have]
     if odd:

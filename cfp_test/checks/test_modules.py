@@ -87,7 +87,7 @@ def test_steps_are_checked(name, donate, leaves, tmp_path, monkeypatch):
     assert "compiling steps that are not compiled yet" in prepared
     paths = [d.path for d in trial.steps[0].comparison]
     named = {trial.named(path).partition("/")[0] for path in paths}
-    assert named == ({"net"} if name == "updating" else {"net", "opt", "2"})
+    assert named == ({"net"} if name == "updating" else {"net", "opt", "result[2]"})
     for step in trial.steps:
         # Of arrays alone, and each of them was changed by the step.
         assert len(step.comparison) == leaves

@@ -56,6 +56,7 @@ from cfp.settings import (
     STAY_AFTER_LOOK,
     WORTH_HAVING,
     ConstraintLevel,
+    Dimension,
 )
 
 
@@ -401,8 +402,9 @@ def to_race_again(
     known = [
         (one, record)
         for one, record in remembered(analysis, context.store, first.job)
-        # Choices with kernels and compiler options that are allowed now.
+        # Choices with kernels, compiler options and rematerialization allowed now.
         if one.choice.all_kernels <= allowed and one.options.keys() <= passed
+        if not one.choice.remat or Dimension.REMAT in context.settings.dimensions
     ]
     present = {one.key for one in candidates}
     new = dict[Any, Remembered]()

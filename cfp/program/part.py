@@ -473,12 +473,13 @@ class Constants:
             return np.asarray(_SAME_IN_EVERY_DTYPE[kind](*reads))
         if kind == "compare":
             return np.asarray(COMPARE[op.direction](*reads))
-        if kind == "divide" and dtype.kind in "iu":
-            return _divided(*reads)
         if kind == "divide":
-            return np.asarray(np.divide(*reads))
+            divide = _divided if dtype.kind in "iu" else np.divide
+            return np.asarray(divide(*reads))
         if kind == "remainder" and reads[1].all():
             return np.fmod(*reads)
+        if kind in ("sqrt", "rsqrt") and reads[0].size == 1:  # Such as a scale.
+            return reads[0].astype(float) ** (0.5 if kind == "sqrt" else -0.5)
         if kind == "convert":
             return _converted(reads[0], dtype)
         if kind == "constant":

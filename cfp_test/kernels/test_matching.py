@@ -60,13 +60,15 @@ CAUSAL = PLACE[:, None] >= PLACE
     [
         (jax.nn.softmax, {"scale": 1.0, "causal": False}),
         (lambda s: jax.nn.softmax(s * 0.25), {"scale": 0.25}),
+        (lambda s: jax.nn.softmax(s / jnp.sqrt(16)), {"scale": 0.25}),
+        (lambda s: jax.nn.softmax(s * jax.lax.rsqrt(16.0)), {"scale": 0.25}),
         (lambda s: masked(s, jnp.tril(jnp.ones((16, 16), bool))), {"causal": True}),
         (
             lambda s: masked(s, (jnp.tril(jnp.ones((16, 16))) - jnp.tri(16, k=-5)) > 0),
             {"causal": True, "left": 4},
         ),
     ],
-    ids=["full", "scaled", "causal", "window"],
+    ids=["full", "scaled", "root", "reciprocal root", "causal", "window"],
 )
 def test_what_is_computed_is_read_off(weigh, expected):
     meaning = meaning_of(gradients(weigh))

@@ -313,10 +313,10 @@ class FlatStep:
                 f"The first argument, a {type(self.fn).__name__}, has arrays of its "
                 "own. If it is not the step, pass the step before it."
             )
-        if not self.avals:
+        if "missing" in said and "required" in said and not place_of(error):
             return (
-                "No argument has an array: pass the step's arguments, or their shapes, "
-                "after it, as in cfp.plan(step, state, batch)."
+                "The step needs an argument for each parameter: pass it, or its "
+                "shapes, as in cfp.plan(step, state, batch)."
             )
         if "trace level" in said:
             return "Pass modules that the step changes or differentiates as arguments."
@@ -551,11 +551,14 @@ def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((), dtype, weak_type=not isinstance(leaf, bool))
     kind = getattr(leaf, "dtype", type(leaf).__name__)
     way_out = "name the argument in static_argnums or static_argnames"
-    if is_dataclass(leaf):
+    remedy = "Pass an array or a jax.ShapeDtypeStruct"
+    if isinstance(getattr(leaf, "shape", None), Mapping):
+        remedy = "Pass the mesh of the devices by keyword, mesh="
+    elif is_dataclass(leaf):
         way_out = f"register its class (jax.tree_util.register_dataclass), or {way_out}"
     elif "/" in name:
         way_out = f"pass only the arrays in {name.partition('/')[0]!r}"
     raise StepNotTraceable(
-        f"Argument {name!r} is a {kind}, which is not an array that JAX takes. Pass an "
-        f"array or a jax.ShapeDtypeStruct, or {way_out}."
+        f"Argument {name!r} is a {kind}, which is not an array that JAX takes. "
+        f"{remedy}, or {way_out}."
     )

@@ -176,6 +176,12 @@ CASES = {
         run.keywords["mesh"], train_step
     ),
     "a mesh as the step": lambda run, *_: cfp.plan(run.keywords["mesh"], train_step),
+    "a mesh as an argument of the step": lambda run, *_: cfp.plan(
+        train_step, run.keywords["mesh"], W, X
+    ),
+    "a described mesh as an argument of the step": bad_step(
+        train_step, W, X, cfp.described("4xh100")
+    ),
     "text that is not static": bad_step(lambda x, flag: x, SMALL, "text"),
     "a step that branches on a value": bad_step(branching),
     "a step that makes a shape of a value": bad_step(shaped_by_a_value),

@@ -41,7 +41,7 @@ from cfp.analysis.strategies import Spec
 from cfp.cost.described import DescribedMesh, slice_of
 from cfp.errors import PlanMismatch, known_names
 from cfp.kernels.kinds import resolved
-from cfp.plan.parts import by_argument, path_text, places_like, shape_of, type_text
+from cfp.plan.parts import by_argument, leaves_text, path_text, places_like, shape_of
 from cfp.printable import counted
 from cfp.profiling.builder import BuildEnvironment, Built, Job
 from cfp.profiling.files import make_private_folder, open_private
@@ -213,14 +213,14 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
     fits = [places for found, places in columns if [*found] == paths]
     if not fits:
         raise PlanMismatch(
-            f"The batch of {len(paths)} leaves, first {paths[:3]}, has the structure "
-            "of none of these arguments. Pass one of them, whole: "
+            f"The batch, {leaves_text(tree_unflatten(tree, leaves))}, has the "
+            "structure of none of these arguments. Pass one of them, whole: "
             f"{', '.join(roots)}."
         )
     misfits = [_misfits(arguments, places, leaves) for places in fits]
     exact = [places for places, wrong in zip(fits, misfits, strict=True) if not wrong]
     if len(fits) > 1 and not exact:
-        raise _other_size(arguments, [wrong[0] for wrong in misfits])
+        raise _other_type(arguments, [wrong[0] for wrong in misfits])
     # Equal shapes may differ in type, as of labels and numbers.
     types = [_type_of(leaf) for leaf in leaves]
     own = [kind.partition("[")[0] for kind in arguments.types]
@@ -262,24 +262,24 @@ def _placed(arguments: Arguments, i: int, leaf: Any) -> jax.Array:
     dtype, shape = arguments.types[i].partition("[")[0], shape_of(arguments.types[i])
     sharding, is_placed = arguments.sharding(i, len(shape)), isinstance(leaf, jax.Array)
     if _type_of(leaf) != dtype or (is_placed and leaf.shape != shape):
-        raise _other_size(arguments, [(i, leaf)])
+        raise _other_type(arguments, [(i, leaf)])
     if is_placed:
         return put(leaf, sharding)
     part = leaf.astype(dtype, copy=False)
     try:
         return jax.make_array_from_process_local_data(sharding, part, shape)
     except ValueError as error:
-        raise _other_size(arguments, [(i, leaf)]) from error
+        raise _other_type(arguments, [(i, leaf)]) from error
 
 
-def _other_size(arguments: Arguments, tried: Sequence[tuple[int, Any]]) -> PlanMismatch:
+def _other_type(arguments: Arguments, tried: Sequence[tuple[int, Any]]) -> PlanMismatch:
     """Returns the error that names the tried leaves (place, leaf of the batch)."""
-    remedy, found = "Pass a batch of the planned size, or plan again.", []
+    remedy, found = "Pass the planned dtype and shape, or plan again.", []
     here = " in this process" * (jax.process_count() > 1)
     for i, leaf in tried:
         name, kind, part = arguments.names[i], arguments.types[i], _part(arguments, i)
         type_here = kind.partition("[")[0] + f"[{','.join(map(str, part))}]"
-        found.append(f"{type_here} for {name}{here}, not {type_text(leaf)}")
+        found.append(f"{type_here} for {name}{here}, not {leaves_text(leaf)}")
         is_rows = leaf.shape < part == shape_of(kind) and leaf.shape[1:] == part[1:]
         if here and is_rows:
             pins = {name: arguments.mesh.axis_names[0]}

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.errors import OptionError, PlanMismatch
-from cfp.printable import Count, Flag, Name, Time, Words, matching
+from cfp.printable import Count, Flag, Name, Time, Words, few, matching
 from cfp.printable import Spec as SpecField
 from cfp.program.calling import check_keywords
 from cfp.program.step import FlatStep
@@ -539,11 +539,10 @@ def places_like(result: Any, names: Sequence[str], types: Sequence[str]) -> list
         roots = [_take(left, part) for part in wanted if tree_leaves(part)]
         if roots and None not in roots:
             return [i for root in roots if root is not None for _, i in found[root]]
-    leaves = _paths(result)
     raise PlanMismatch(
-        f"The initialisation's result of {len(leaves)} leaves, first {leaves[:3]}, "
-        "has the structure of no argument of the plan. Return one of the step's "
-        f"arguments, or a tuple of several: {', '.join(arguments)}."
+        f"The initialisation's result, {leaves_text(result)}, has the structure of no "
+        "argument of the plan. Return one of the step's arguments, or a tuple of "
+        f"several: {', '.join(arguments)}."
     )
 
 
@@ -559,6 +558,11 @@ def _take(arguments: dict[str, list[tuple[str, str]]], part: Any) -> str | None:
 def path_text(path: Any) -> str:
     """Writes a leaf's path in an argument: ``params/0/kernel``."""
     return keystr(path, simple=True, separator="/")
+
+
+def leaves_text(tree: Any) -> str:
+    """Writes the paths and types of a pytree's leaves: ``a float32[8]; b int32[]``."""
+    return few([" ".join(leaf).strip() for leaf in _paths(tree)], "; ") or "no leaves"
 
 
 def _paths(tree: Any) -> list[tuple[str, str]]:

@@ -74,21 +74,22 @@ def test_an_argument_is_known_by_its_shape_or_name(plan):
 @pytest.mark.parametrize(
     ("batch", "argument", "reason"),
     [
-        ({"x": np.ones((8, 4))}, None, "structure of none of these arguments"),
-        (np.ones(3), "batch", "structure of none of these arguments"),
+        ({"x": np.ones((8, 4))}, None, r"The batch, x float64\[8,4\], has the struct"),
+        (np.ones(3), "batch", r"The batch, float64\[3\], has the structure of none"),
+        ({}, "batch", "The batch, no leaves, has the structure of none"),
         (np.ones(3), "labels", "no argument 'labels' with arrays"),
         (
             np.ones(3, np.float32),
             None,
             r"\[4,4\] for w, not float32\[3\]; float32\[\] for scale, not float32\[3\]",
         ),
-        (np.ones((4, 4), int), "w", r"w, not int64\[4,4\]"),
+        (np.ones((4, 4), int), "w", r"w, not int64\[4,4\]. Pass the planned dtype"),
         (jnp.ones(3), None, r"not float32\[3\]"),
-        (jnp.ones((4, 4), int), "w", r"w, not int32\[4,4\]"),
+        (jnp.ones((4, 4), int), "w", r"w, not int32\[4,4\]. Pass the planned dtype"),
         (
             {**host_batch(), "x": np.ones((6, 4))},
             None,
-            r"float32\[8,4\] for batch/x, not float64\[6,4\]\. Pass a",
+            r"float32\[8,4\] for batch/x, not float64\[6,4\]\. Pass the",
         ),
     ],
 )
@@ -148,12 +149,12 @@ for one, rows in ((known, 5), (replace(known, specs=(((),), ((),))), 4)):
 """
 
 
-SIZE = "Pass a batch of the planned size, or plan again."
+TYPE = "Pass the planned dtype and shape, or plan again."
 ROWS = "The plan leaves batch whole: pass all rows, or set pins={'batch': 'x'}."
 REFUSED = [
     f"The plan expects {expected}{other}. {remedy}"
     for expected, last, remedy in (
-        ("float32[4] for batch in this process, not float32[5]", 5, SIZE),
+        ("float32[4] for batch in this process, not float32[5]", 5, TYPE),
         ("float32[8] for batch in this process, not float32[4]", 4, ROWS),
     )
     for other in (f"; float32[3] for w in this process, not float32[{last}]", "")

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from cfp.program.graph import Op, Program, reached
 
@@ -294,9 +293,9 @@ def _split_scope(scope: str) -> list[str]:
 
 
 def _line(op: Op) -> str:
-    """Returns ``file.py:12 NAME``: NAME is the scope or the op; no file if unknown."""
+    """Returns ``model.py:12 NAME``: NAME is scope or op; no line if unknown."""
     what = scope_path(op.scope) if op.scope else op.kind
-    return f"{Path(op.source).name} {what}" if op.source else what
+    return f"{op.source} {what}" if op.source else what
 
 
 def _deepest_path(flow: Flow, op: Op, parameters: Set[int]) -> str:

@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from jax.sharding import AxisType, Mesh
@@ -43,7 +42,6 @@ from cfp.plan.parts import (
     Role,
     Site,
     StoredParameter,
-    short_source,
     type_text,
 )
 from cfp.plan.plan import Plan
@@ -127,7 +125,7 @@ def plan_rows(
                     name=block.name,
                     op=op_text(frame.program, op),
                     strategy=axis_roles(frame, op, choice.blocks[b]),
-                    source=short_source(op.source),
+                    source=op.source,
                     moves=_move_figures(moves[b], rates),
                     repeats=op.repeat,
                     updates=b in updating,
@@ -227,7 +225,7 @@ def constraint_sites(program: Program, constraints: Constraints) -> tuple[Site, 
     ops = sorted({op for op, _, _ in placed if op >= 0})
     sources = dict(zip(ops, sources_of(program, ops), strict=True))
     found = Counter(
-        (short_source(sources.get(op, "")), type_text(aval(program, value)), spec)
+        (sources.get(op, ""), type_text(aval(program, value)), spec)
         for op, value, spec in sorted(placed)
     )
     return tuple(
@@ -318,7 +316,7 @@ def sharded_kernels(layout: Layout) -> tuple[str, ...]:
             continue
         used = {name for names in own for name in names}
         axes = ", ".join(name for name, _ in layout.frame.mesh if name in used)
-        where = f" at {Path(op.source).name}" if op.source else ""
+        where = f" at {op.source}" if op.source else ""
         found[f"{call.label}{where} over {axes}"] += 1
     return tuple(
         f"{count} times {text}" if count > 1 else text
@@ -378,7 +376,7 @@ def _site(op: Op) -> str:
         if op.rule is None and call.refusals:
             refusal = f": {call.refusals[0]}"
     if op.source:
-        return f"{kind} at {Path(op.source).name}{refusal}"
+        return f"{kind} at {op.source}{refusal}"
     return " in ".join([kind, *_FUNCTION.findall(op.scope)[-1:]]) + refusal
 
 

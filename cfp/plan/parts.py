@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from pathlib import PurePath
 from typing import Annotated, Any
 
 import jax
@@ -339,7 +338,7 @@ class PlanRow:
         name: the block's path in the user's model.
         op: kind and shapes of the block's anchor.
         strategy: role of each mesh axis that shards the anchor.
-        source: ``file:line`` of the anchor, or "".
+        source: line of the anchor, ``model.py:12``, or "".
         moves: expected collectives of the block's ops and updates, most bytes first.
         repeats: number of runs of the anchor in one step, above one in a loop.
         updates: True for a block of the optimizer's update with no product in or
@@ -360,11 +359,6 @@ class PlanRow:
 def type_text(aval: Any) -> str:
     """Writes a leaf's type: ``float32[8,16]``."""
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
-
-
-def short_source(source: str) -> str:
-    """Shortens ``file:line`` to the path's end: ``models/mlp.py:12``."""
-    return "/".join(PurePath(source).parts[-2:]) if source else ""
 
 
 def shape_of(kind: str) -> tuple[int, ...]:
@@ -578,7 +572,7 @@ class Site:
     """Values or operands of one source line, type and sharding that a plan constrains.
 
     Attributes:
-        source: ``file:line``, or "".
+        source: ``model.py:12``, or "".
         type: the values' type: ``float32[8,16]``.
         spec: for each dim, the mesh axes that shard it.
         count: number of the values and operands.

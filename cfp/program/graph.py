@@ -109,7 +109,7 @@ class Op:
         body: ids of the ops in the regions, also of those in inner regions.
         rule: sharding rule; None for opaque ops, loops and branches.
         scope: JAX's name stack, such as ``jit(step)/jvp(Net)/Dense_0/dot_general``.
-        source: ``file:line`` of the user's code; "" for kinds that no message names.
+        source: ``model.py:12``, the user's line; "" for kinds that no message names.
         parent: id of the loop or branch around the op, or -1.
         repeat: runs in one step: the product of trip counts of loops around the op.
         attributes: as text; "" for loops, branches. Equal text means equal results.

@@ -316,14 +316,14 @@ _NAMED_SOURCE = frozenset(
 
 
 def _source(op: ir.Operation | None) -> str:
-    """Returns ``path:line`` of the innermost call, the user's if any; "" if none."""
+    """Returns ``model.py:12`` of the innermost call, the user's if any; else ""."""
     calls: list[str] = []
     # JAX traces a loop's body alone: a library's loop has the calls around it.
     while op is not None and op.name != "func.func":
         frames = _SOURCE.findall(str(op.location))
         for path, line in takewhile(lambda frame: frame[0] not in _CALLERS, frames):
             if path.endswith(".py") and not path.startswith(("<", _HERE)):
-                calls.append(f"{path}:{line}")
+                calls.append(f"{Path(path).name}:{line}")
                 if not is_installed(path):
                     return calls[-1]
         op = op.parent if calls else None
@@ -331,7 +331,7 @@ def _source(op: ir.Operation | None) -> str:
 
 
 def sources_of(program: Program, ops: Iterable[int]) -> Iterator[str]:
-    """Yields ``path:line`` of the code of each op, the user's if any; "" if none."""
+    """Yields ``model.py:12`` of each op, of the user's code if any; "" if none."""
     module = shardy.parsed(program.text)
     found = shardy.program_ops(shardy.main_function(module))
     known: dict[tuple[Any, Any], str] = {}

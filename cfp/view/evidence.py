@@ -24,7 +24,6 @@ from cfp.plan.parts import (
     StrategyFigures,
     WorthFigures,
     roles_text,
-    short_source,
 )
 from cfp.plan.plan import Plan
 from cfp.printable import distinct_ends, merged_name, span_text
@@ -109,13 +108,13 @@ def _left(
     where = dict(analysis.frame.mesh), replacing.platform
     rows = kind.variants(replacing.kernels)
     for one in kind.find(program).left_alone:
-        yield "", short_source(one.source), one.reason
+        yield "", one.source, one.reason
     for segment in analysis.segments:
         taken = dict(choice.kernels_of(segment.index)).get(kind.NAME, "")
         names = next((row for row in rows if taken in row), rows[0])
         preferred = names[: names.index(taken)] if taken in names else names
         for site in kind.find(program).among(program, segment.ops):
-            source, reasons = short_source(site.source), dict[str, str | None]()
+            source, reasons = site.source, dict[str, str | None]()
             own = taken and kind.propose(program, site, taken, layout.axes)
             if taken and isinstance(own, str):
                 yield "", source, own

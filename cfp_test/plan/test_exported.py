@@ -90,4 +90,4 @@ def test_shardings_are_printed_with_their_lines(folder):
     count = sum(site.count for site in plan.sites)
     inside = plan.constraints
     assert count == len(inside.values) + len(inside.uses) > 0
-    assert all(site.source.startswith("cli/toy_targets.py:") for site in plan.sites)
+    assert all(site.source.startswith("toy_targets.py:") for site in plan.sites)

@@ -51,8 +51,8 @@ def test_scopes_and_sources():
     dots = [op for op in program.ops if op.kind == "dot_general"]
     assert all(op.scope.startswith("jit(train_step)/outer/") for op in dots)
     assert any("transpose(" in op.scope for op in dots)
-    path, _, line = dots[0].source.rpartition(":")
-    assert path.endswith("test_read.py")
+    file, _, line = dots[0].source.partition(":")
+    assert file == "test_read.py"
     assert int(line) > 0
 
 
@@ -66,7 +66,7 @@ def test_a_product_in_a_librarys_loop_has_the_users_line(tmp_path):
 
     line = step.__code__.co_firstlineno + 1
     alone = partial(library["run"], jax.lax.scan)
-    for fn, wanted in ((step, f"{__file__}:{line}"), (alone, f"{path}:1")):
+    for fn, wanted in ((step, f"test_read.py:{line}"), (alone, "library.py:1")):
         program = read(fn, jnp.ones((8, 8)))
         dot = only(program, "dot_general")
         assert dot.parent >= 0 and dot.source == wanted

@@ -47,15 +47,8 @@ def _nothing_sharded(plan: Plan) -> Values:
         what = "nothing is sharded"
     elif not words.runs_whole(plan):
         return ()
-    others = [
-        f" (the best with all blocks data parallel: {one.without_ms:.3f} ms, the plan "
-        f"{one.with_ms:.3f}, {'measured' if one.is_measured else 'predicted'})"
-        for one in (plan.figures or Figures()).worth
-        if one.name == Dimension.SHARDING and one.without_ms is not None
-    ]
     _, rows, batches = words.other_batches(plan) or ("", "", "a larger batch")
-    cause = f", and do not divide {rows}" * bool(rows)
-    return what, str(devices), cause + "".join(others), batches
+    return what, str(devices), f", and do not divide {rows}" * bool(rows), batches
 
 
 def _branches(plan: Plan) -> Values:
@@ -143,7 +136,7 @@ def _gains(is_measured: bool) -> Callable[[Plan], Values]:
             if one.without_ms is None:
                 parts.append(f"{one.name}, without which nothing fits")
             elif abs(one.without_ms - one.with_ms) >= words.SAME_MS:
-                plain = ", against all blocks data parallel" * is_sharding
+                plain = ", against data parallelism with any storage" * is_sharding
                 parts.append(f"{one.name} {one.without_ms - one.with_ms:.3f} ms{plain}")
         return "; ".join(parts)
 
@@ -234,7 +227,10 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
         _nothing_sharded,
         "{}: {} devices are no faster than one for this step{}: use one, or {}",
     ),
-    (_crossing, "collectives between hosts (along {}): {}; within hosts: {}"),
+    (
+        _crossing,
+        "collectives between hosts (along {}), estimated: {}; within hosts: {}",
+    ),
     (lambda plan: "; ".join(plan.site_checks), "{}"),
     (
         lambda plan: few([one for one in plan.uncounted if one.startswith("while")]),

@@ -104,8 +104,8 @@ def _segment_text(segment: SegmentView) -> str:
 def _variant_texts(plan: Plan) -> Iterator[str]:
     for one in plan.figures.variants if plan.figures else ():
         this = " (this one)" * one.taken
-        how = ", estimated" * (one.step_ms is None)
-        ms = one.estimated_ms if how else one.step_ms
+        how = ", estimated" * (one.step_ms is None or plan.rung == "estimated")
+        ms = one.estimated_ms if one.step_ms is None else one.step_ms
         text = f"{ms:.3f} ms{how}" if ms is not None else one.note or "not timed"
         yield f"variant {one.name}: {text}{this}"
 
@@ -185,8 +185,8 @@ def facts(plan: Plan) -> Iterator[str]:
         yield f"No strategies to compare: {why}."
     if any(move.time_ms is not None for row in plan.rows for move in row.moves):
         yield (
-            "Times of collectives are of separate launches; within a segment, combined "
-            "collectives may share a launch."
+            "Times of collectives are estimates of separate launches; within a "
+            "segment, combined collectives may share a launch."
         )
     yield from (f"{words.sentence(remark)}." for remark in remarks(plan))
 

@@ -287,6 +287,7 @@ class Throughput:
         model_tflop: 1e12 FLOPs of one step, without rematerialized FLOPs.
         uncounted_loops: number of loops of unknown length, counted as one iteration.
         step_ms: the step time for the rates.
+        known_how: how it is known: "measured", "predicted" or "estimated".
         tflop_per_s: rate of each device; None with uncounted loops.
         runs_whole: True if all devices compute the same.
         rate_share: share of the devices' nominal matrix rates for the products' types;
@@ -299,6 +300,7 @@ class Throughput:
     model_tflop: float
     uncounted_loops: int
     step_ms: float
+    known_how: str
     tflop_per_s: float | None
     runs_whole: bool
     rate_share: float | None
@@ -323,7 +325,8 @@ class Throughput:
             parts = [f"{flop} a step", rate]
         rates = (("tokens", self.tokens_per_s), ("samples", self.samples_per_s))
         parts += [f"{n:,.0f} {name}/s" for name, n in rates if n is not None]
-        return "; ".join(parts)
+        has_unmeasured = len(parts) > 1 and self.known_how != "measured"
+        return "; ".join(parts) + f", {self.known_how}" * has_unmeasured
 
 
 def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
@@ -332,8 +335,9 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
     Args:
         step_ms: time of a step; by default the measured one, or the predicted one.
     """
-    if step_ms is None:
-        step_ms = plan.predicted_ms if plan.measured_ms is None else plan.measured_ms
+    how = "measured"
+    if step_ms is None and (step_ms := plan.measured_ms) is None:
+        step_ms, how = plan.predicted_ms, _predicted_how(plan)
     search, flops = plan.search, plan.search.get("model_flops", 0.0)
     if not step_ms or not flops:
         return None
@@ -347,6 +351,7 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
         model_tflop=flops / 1e12,
         uncounted_loops=loops,
         step_ms=step_ms,
+        known_how=how,
         tflop_per_s=None if loops else rate,
         runs_whole=is_whole,
         rate_share=share,

@@ -181,6 +181,7 @@ SHORT = {
     "variants that raced, verified": searched(
         among(*BOTH, variants_raced=True), **{VERIFIED: 1.0}
     ),
+    "variants by estimates": among(*BOTH, plan=VIRTUAL),
     "a variant too late": searched(among(*LATE[:2]), planning_seconds=107.7),
     "variants too late": searched(among(*LATE), planning_seconds=107.7),
     "measured exactly": EXACT,

@@ -7,6 +7,7 @@ may be added.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -54,7 +55,7 @@ class HeadFit:
 
     def queries(self, q: Array) -> Array:
         """Pads [batch, tokens, heads, head_dim] with heads of zeros."""
-        return _padded(q, self.heads)
+        return padded(q, 2, self.heads)
 
     def keys(self, k: Array) -> Array:
         """Repeats and pads the heads of [batch, tokens, kv_heads, head_dim]."""
@@ -62,7 +63,7 @@ class HeadFit:
             # In float32, so that the gradients of copies are summed in it.
             wide = jnp.repeat(k.astype(jnp.float32), self.repeats, axis=2)
             k = wide.astype(k.dtype)
-        return _padded(k, self.padded_kv_heads)
+        return padded(k, 2, self.padded_kv_heads)
 
 
 def fit_heads(heads: int, kv_heads: int, parts: int) -> HeadFit:
@@ -84,9 +85,10 @@ def fit_heads(heads: int, kv_heads: int, parts: int) -> HeadFit:
     return min(fits, key=lambda fit: (fit.heads + fit.padded_kv_heads, fit.heads))
 
 
-def _padded(x: Array, heads: int) -> Array:
-    more = heads - x.shape[2]
-    return jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0))) if more else x
+def padded(x: Array, dim: int, count: int) -> Array:
+    """Appends zeros along a dim, up to `count` numbers."""
+    more = [(0, count - n if d == dim else 0) for d, n in enumerate(x.shape)]
+    return jnp.pad(x, more) if count > x.shape[dim] else x
 
 
 def attention(
@@ -221,9 +223,9 @@ def refusal(
     platform: str,
 ) -> str | None:
     """Reason why a strategy or kernel cannot compute a problem; None if both can."""
-    padded = replace(problem, padded_keys=_pads_keys(problem, strategy))
-    reason = strategy.refusal(padded, kernel)
-    return reason or kernel.module.refusal(_local(padded, strategy), platform)
+    filled = replace(problem, padded_keys=_pads_keys(problem, strategy))
+    reason = strategy.refusal(filled, kernel)
+    return reason or kernel.module.refusal(_local(filled, strategy), platform)
 
 
 def _fit(problem: AttentionProblem, strategy: AttentionStrategy) -> HeadFit:
@@ -324,17 +326,14 @@ class _Choice:
         if x is None:
             return None
         strategy = self.strategy
-        more = tokens - x.shape[1]
-        if more and strategy.zigzag and not self.converts:
+        if tokens > x.shape[1] and strategy.zigzag and not self.converts:
             raise CfpError(
                 f"Tokens in zigzag order are a multiple of {strategy.token_multiple}, "
                 f"got {x.shape[1]}. Pad the sequences before they are converted."
             )
-        if more:
-            x = jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2))
-        if strategy.zigzag and self.converts:
-            x = to_zigzag(x, strategy.ring_ranks)
-        return x
+        x = padded(x, 1, tokens)
+        converts = strategy.zigzag and self.converts
+        return to_zigzag(x, strategy.ring_ranks) if converts else x
 
     def _inside(self, q: Array, k: Array, v: Array, **rest: Array) -> Array:
         """Computes one device's part of the output, inside `jax.shard_map`."""
@@ -440,11 +439,8 @@ def attention_options(
     for roles in product((None, *ROLES), repeat=len(sizes)):
         given = {a: role for a, role in zip(sizes, roles, strict=True) if role}
         strategy = AttentionStrategy.of(given, sizes)
+        option = partial(AttentionOption, strategy=strategy.roles)
         for name, kernel in KERNELS.items():
             reason = refusal(problem, strategy, kernel, platform)
-            found.append(
-                AttentionOption(
-                    strategy=strategy.roles, implementation=name, reason=reason
-                )
-            )
+            found.append(option(implementation=name, reason=reason))
     return tuple(found)

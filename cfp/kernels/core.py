@@ -19,7 +19,7 @@ import numpy as np
 from cfp.analysis.contractions import UnionFind
 from cfp.kernels.functions import Letters
 from cfp.kernels.region import FLOATS, LARGEST, VIEWS, Node, Region, contractions, where
-from cfp.program.graph import Op, numpy_dtype, reached
+from cfp.program.graph import Op, Value, numpy_dtype, reached
 from cfp.program.replace import Different, Use
 from cfp.program.rules import Dims
 
@@ -393,6 +393,30 @@ class Core:
     def is_backward(self) -> bool:
         """True if the pass computes gradients."""
         return "dout" in self.reads
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Names of the narrowest dtypes of the two products' operands, by name."""
+        mix = self.steps[self.outputs["dv" if self.is_backward else "out"]]
+        weights = next(i for i, arg in enumerate(mix.args) if isinstance(arg, int))
+        uses = {name: self.reads[name].use for name in ("q", "k", "v")}
+        uses["weights"] = mix.op.id, weights
+        reads = {name: self._value(self.early(use)) for name, use in uses.items()}
+        return {name: numpy_dtype(value.dtype).name for name, value in reads.items()}
+
+    def _value(self, use: Use) -> Value:
+        program = self.every.program
+        return program.values[program.ops[use[0]].operands[use[1]]]
+
+    def early(self, use: Use, first: int = 0) -> Use:
+        """Returns a use, or its narrowest original, if widened after op `first`."""
+        value = self._value(use)
+        maker = self.every.program.maker(value.id)
+        if maker is None or maker.id < first or maker.kind != "convert":
+            return use
+        narrow = self._value((maker.id, 0))
+        is_narrower = narrow.dtype in FLOATS and narrow.size_bytes < value.size_bytes
+        return self.early((maker.id, 0), first) if is_narrower else use
 
     def run(self, known: Mapping[Any, Any], *, cast: bool = False) -> dict[Arg, Any]:
         """Computes steps by NumPy; returns `known`, with their results by number added.

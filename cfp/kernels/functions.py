@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 
 from cfp.errors import PlanMismatch
-from cfp.kernels.call import attention
+from cfp.kernels.call import attention, padded
 from cfp.kernels.problem import NO_MASK, ROLES, finite_bias, visible
 from cfp.kernels.registry import KERNELS
 
@@ -135,6 +135,7 @@ class AttentionFunctions:
         meaning, way: the attention, and its kernel with the roles of axes.
         sizes: (letter, size) pairs.
         passes: shapes for each stage.
+        dtype: name of the dtype to compute in.
         precision: precision of matrix products, by JAX's name.
         jax_version: part of the repr, under which measurements are stored.
     """
@@ -143,6 +144,7 @@ class AttentionFunctions:
     way: Way
     sizes: tuple[tuple[str, int], ...]
     passes: tuple[PassShapes, ...]
+    dtype: str
     precision: str = "default"
     jax_version: str = jax.__version__
 
@@ -157,7 +159,9 @@ class AttentionFunctions:
         def stage(one: PassShapes) -> Any:
             compute = self._compute(mesh, one)
 
-            def run(*given: Array) -> list[Array]:
+            def run(*reads: Array) -> list[Array]:
+                # Both passes compute in one dtype, or residuals would not fit.
+                given = [*(x.astype(self.dtype) for x in reads[:3]), *reads[3:]]
                 with jax.default_matmul_precision(self.precision):
                     if one.is_backward:
                         return _backward(compute, one, given)
@@ -172,15 +176,13 @@ class AttentionFunctions:
 
         def compute(q: Array, k: Array, v: Array, *rest: Array) -> Any:
             sizes, orders = dict(self.sizes), self._orders
-            dtype = jnp.result_type(q, k, v)
+            reads = zip((q, k, v), one.reads, "qkv", strict=False)
             q4, k4, v4 = (
-                _spread(x.astype(dtype), letters, orders[name], sizes)
-                for x, (_, _, letters), name in zip(
-                    (q, k, v), one.reads, "qkv", strict=False
-                )
+                _spread(x, letters, orders[name], sizes)
+                for x, (_, _, letters), name in reads
             )
             wide = max(q4.shape[-1], v4.shape[-1])  # Zeros add nothing to products.
-            own, (q4, k4, v4) = v4.shape[-1], [_widened(x, wide) for x in (q4, k4, v4)]
+            own, (q4, k4, v4) = v4.shape[-1], [padded(x, 3, wide) for x in (q4, k4, v4)]
             sides = self._sides(one.reads[3:], rest, sizes)
             out = _attend(q4, k4, v4, mesh, self.way, self.meaning, sides)
             if self.meaning.empty:
@@ -362,11 +364,6 @@ def _filled(
     if meaning.empty == NAN:
         fill = fill * jnp.where(seen.all(axis=1, keepdims=True), 1.0, jnp.nan)
     return jnp.where(seen, out, fill.astype(out.dtype))
-
-
-def _widened(x: Array, features: int) -> Array:
-    more = features - x.shape[-1]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 
 
 def _cast(arrays: Sequence[Array], made: Sequence[Shaped]) -> list[Array]:

@@ -26,7 +26,7 @@ from cfp.kernels.functions import (
 )
 from cfp.kernels.problem import AttentionProblem, AttentionStrategy, AxisSizes
 from cfp.kernels.proof import Proved, Reader, prove
-from cfp.kernels.region import FLOATS, Region, has_dropout, scores_of, values_of
+from cfp.kernels.region import Region, has_dropout, scores_of, values_of
 from cfp.kernels.registry import KERNELS, ScoreMemory
 from cfp.program.graph import Op, Program, numpy_dtype, searched_once
 from cfp.program.part import NotConstant
@@ -36,7 +36,6 @@ from cfp.program.replace import (
     Replacement,
     Sites,
     Stage,
-    Use,
     is_in_order,
 )
 
@@ -54,7 +53,7 @@ class Match:
 
     Attributes:
         op: id of the contraction that makes the scores.
-        source: file and line of that op.
+        source: file and line of the first product that needs the problem's dtype.
         letters: names of the scores' dims, see `core.ORDER`.
         sizes: {letter: size}.
         between: ids of scores, weights and their gradients, which kernels do not make.
@@ -148,15 +147,18 @@ def _match(region: Region) -> Match:
     made = [step.op for step in steps.found.values()]
     results = {t.value for core in cores for t in core.makes.values()}
     own = {v for op in made for v in op.results} | region.members | region.stacks
+    problem, held = _problem(program, passes, sizes), cores[0].dtypes
+    is_second = problem.rounds_output or problem.dtype not in (held["q"], held["k"])
+    product = program.ops[cores[0].reads["v"].use[0]] if is_second else dot
     found = Match(
         op=dot.id,
-        source=dot.source,
+        source=product.source,
         letters=cores[0].steps[cores[0].scores].letters,
         sizes=sizes,
         between=frozenset(w for v in own - results for w in region.values.standing(v)),
         ops=frozenset({*region.inside, *region.sinks, *(op.id for op in made)}),
         passes=tuple(passes),
-        problem=_problem(program, passes, sizes),
+        problem=problem,
     )
     made = AttentionProposal(found, Way("xla")).replacements(program)
     if not all(is_in_order(program, stage) for one in made for stage in one.stages):
@@ -168,12 +170,10 @@ def _problem(
     program: Program, passes: Sequence[Proved], sizes: Mapping[str, int]
 ) -> AttentionProblem:
     first, every = passes[0], [one.meaning for one in passes]
-    meaning, reads = first.meaning, first.core.reads
+    meaning, dtype = first.meaning, jnp.result_type(*first.core.dtypes.values())
     batch = [x for x in sizes if x[0] == "b" and x != meaning.heads]
     groups = [x for x in sizes if x[0] == "q" and x != meaning.tokens]
     kv_heads = sizes.get(meaning.heads, 1)
-    dtypes = [program.values[reads[name].value].dtype for name in ("q", "k", "v")]
-    dtype = jnp.result_type(*map(numpy_dtype, dtypes))
     outputs = [x.core.makes["out"].value for x in passes if not x.core.is_backward]
     by_key = any(one.sides and one.by_key for one in every)
     return AttentionProblem(
@@ -282,9 +282,13 @@ class AttentionProposal:
         reason = refusal_of(self.site.problem, self.way, sizes, platform)
         if reason is None or self.site.problem.dtype != "float32":
             return reason
-        narrow = replace(self.site.problem, dtype="bfloat16")
+        held = self.site.passes[0].core.dtypes
+        is_first = "float32" in (held["q"], held["k"])
+        wide = "q, k and v" if is_first else "v and the weights"
+        least = next((x for x in held.values() if x != "float32"), "bfloat16")
+        narrow = replace(self.site.problem, dtype=least)
         can = refusal_of(narrow, self.way, sizes, platform) is None
-        return reason + "; it would with q, k and v in bfloat16" * can
+        return reason + f"; it would with {wide} in {least}" * can
 
     def replacements(self, program: Program) -> tuple[Replacement, ...]:
         """Replacements that compute all passes.
@@ -402,7 +406,7 @@ def _replacement(
         tensors = [*(one.reads[name] for name in ("q", "k", "v")), *proved.reads]
         tensors += [one.reads["dout"]] if one.is_backward else []
         first = min(program.values[t.value].producer for t in one.makes.values())
-        uses = tuple(_early(program, t.use, first) for t in tensors)
+        uses = tuple(one.early(t.use, first) for t in tensors)
         stages.append(Stage(uses, tuple(t.value for t in one.makes.values())))
         values = (program.ops[op].operands[index] for op, index in uses)
         read = zip(values, tensors, strict=True)
@@ -417,22 +421,10 @@ def _replacement(
         proposal.way,
         tuple(sorted(match.sizes.items())),
         tuple(passed),
+        match.problem.dtype,
         _precision(program, match),
     )
     return Replacement(NAME, match.op, tuple(stages), functions)
-
-
-def _early(program: Program, use: Use, first: int) -> Use:
-    """Returns a use, or that of its narrower original, if widened after op `first`."""
-    while True:
-        value = program.values[program.ops[use[0]].operands[use[1]]]
-        maker = program.maker(value.id)
-        if maker is None or maker.id < first or maker.kind != "convert":
-            return use
-        narrow = program.values[maker.operands[0]]
-        if narrow.dtype not in FLOATS or narrow.size_bytes >= value.size_bytes:
-            return use
-        use = maker.id, 0
 
 
 def _shaped(program: Program, v: int, letters: Letters) -> Shaped:

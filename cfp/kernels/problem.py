@@ -198,10 +198,6 @@ class AttentionProblem:
     def scores(self) -> Scores:
         return Scores(scale=self.scale, softcap=self.softcap)
 
-    @property
-    def window(self) -> bool:
-        return self.left is not None or self.right is not None
-
     def mask(self) -> Mask:
         """The mask of whole sequences in natural order, without segments."""
         return replace(NO_MASK, causal=self.causal, left=self.left, right=self.right)
@@ -438,7 +434,7 @@ class AttentionStrategy:
         if kernel.any_positions:
             return None
         for unable, what in (
-            (problem.window, "a window"),
+            ((problem.left, problem.right) != (None, None), "a window"),
             (problem.segments, "packed segments"),
             (problem.padded_keys, "padded keys"),
         ):

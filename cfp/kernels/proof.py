@@ -21,6 +21,7 @@ from itertools import chain, product
 from math import prod
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from cfp.kernels.core import KEYS, OPS, ORDER, Arg, Core, Key, Step, Tensor, contracted
@@ -277,8 +278,9 @@ def _argument(core: Core, sums: Mapping[Arg, Any]) -> int:
 def _compare(core: Core, table: Table, is_rounded: bool) -> None:
     """Raises Different if outputs, in float64 or rounded, are not an attention's."""
     known, values = _drawn(core, table, is_rounded), core.every.program.values
-    results = [values[step.op.results[0]] for step in core.steps.values()]
-    close = max(_ROUNDED[v.dtype] for v in results) if is_rounded else _CLOSE
+    every = [v for one in core.steps.values() for v in one.op.operands + one.op.results]
+    limits = (_ROUNDED.get(values[v].dtype, 0.0) for v in every)
+    close = max(limits) if is_rounded else _CLOSE
     want, made = _reference(core, known, table), core.run(known, cast=is_rounded)
     # An output that should be zero, such as the gradient of equal scores, is noise.
     usual = sum(_norm(np.where(np.isfinite(x), x, 0)) for x in want.values()) + 1
@@ -595,7 +597,7 @@ class Reader:
 
         Rounding changes weights if all scores of a query are very low.
         """
-        dtype = self.program.values[self.core.reads["q"].value].dtype
+        dtype = jnp.result_type(*self.core.dtypes.values())
         for key, factor in self.table.biases.items():
             v = self.core.sides[key].node[0]
             if not self.values.is_leaf(v):
@@ -603,7 +605,7 @@ class Reader:
                     "a bias that the step computes may hide all keys of a query"
                 )
             x = self.values.array(v)
-            is_exact = (x.astype(numpy_dtype(dtype)) == x).all()
+            is_exact = (x.astype(dtype) == x).all()
             if not is_exact or np.frexp(abs(factor))[0] != 0.5:
                 raise Different(f"a kernel would round a bias to {dtype}")
             if not (np.abs(x.astype(np.float64) * factor) < -MASKED).all():

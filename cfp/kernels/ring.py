@@ -363,13 +363,11 @@ def forward(
     last = ring.steps(q.shape[1]) - 1
     if ring.gather:
         gathered = _gathered(jnp.stack([k, v]), ring)
-        so_far = compute(0, nothing_yet(q), _block(gathered, 0, ring))
-        so_far = lax.fori_loop(
-            1,
-            last + 1,
-            lambda step, so_far: compute(step, so_far, _block(gathered, step, ring)),
-            so_far,
-        )
+
+        def add_block(step: Step, so_far: Partial) -> Partial:
+            return compute(step, so_far, _block(gathered, step, ring))
+
+        so_far = lax.fori_loop(1, last + 1, add_block, add_block(0, nothing_yet(q)))
     else:
 
         def go_on(step: Step, carried: tuple[KeysValues, Partial]) -> Any:
@@ -463,28 +461,23 @@ spread_attention.defvjp(forward, backward)
 
 def _run(
     pieces: Sequence[Piece],
-    compute: Callable[[Any, Piece, Any], Any],
+    compute: Callable[..., Any],
     so_far: Any,
     kv: KeysValues,
 ) -> Any:
     """Folds pieces into `so_far` by `compute`; those with a False `when` do not run."""
     for piece in pieces:
-
-        def go(so_far: Any, piece: Piece = piece) -> Any:
-            return compute(so_far, piece, kv)
-
-        if piece.when is None:
-            so_far = go(so_far)
-        else:
-            so_far = lax.cond(piece.when, go, lambda so_far: so_far, so_far)
+        go: Callable[[Any], Any] = partial(compute, piece=piece, kv=kv)
+        if piece.when is not None:
+            go = partial(lax.cond, piece.when, go, lambda so_far: so_far)
+        so_far = go(so_far)
     return so_far
 
 
 def _gathered(kv: Array, ring: Ring) -> Array:
     """Gathers [2, batch, keys, ...] along keys if in_one, else along a new dim 0."""
-    if ring.in_one:
-        return lax.all_gather(kv, ring.axis, axis=2, tiled=True)
-    return lax.all_gather(kv, ring.axis, axis=0)
+    axis = 2 if ring.in_one else 0
+    return lax.all_gather(kv, ring.axis, axis=axis, tiled=ring.in_one)
 
 
 def _scattered(dkv: Array, ring: Ring) -> Array:

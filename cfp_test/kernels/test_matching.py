@@ -9,11 +9,13 @@ import pytest
 import cfp
 from cfp.analysis.layout import constraints, lay_out
 from cfp.analysis.presets import plainest, presets
-from cfp.kernels.matches import find, propose
+from cfp.kernels.functions import Way
+from cfp.kernels.matches import AttentionProposal, find, propose
 from cfp.program.constrain import constrain
 from cfp.program.replace import erase_unread
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, planning_mesh, trace
+from cfp_test.kernels.agreement import TOLERANCE, compare, gradients_of
 from cfp_test.kernels.replaced import Step
 from cfp_test.programs import attentive
 from cfp_test.programs.common import normal
@@ -128,6 +130,83 @@ def test_scores_that_are_computed_again_are_another_attention():
     assert [one.core.is_backward for one in backward.passes] == [True]
     assert forward.meaning.causal
     assert backward.meaning.causal
+
+
+def first_product(q, k, dtype=None):
+    return jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=dtype) * 0.25
+
+
+def second_product(weights, v, dtype=None):
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v, preferred_element_type=dtype)
+
+
+def wide_weights(q, k, v):
+    return second_product(jax.nn.softmax(first_product(q, k).astype("float32")), v)
+
+
+def wide_scores(q, k, v):
+    return second_product(jax.nn.softmax(first_product(q, k, "float32")), v)
+
+
+def wide_output(q, k, v):
+    weights = jax.nn.softmax(first_product(q, k))
+    return second_product(weights, v, "float32") * 2
+
+
+def wide_queries(q, k, v):
+    scores = first_product(q.astype("float32") * 0.3, k)
+    return second_product(jax.nn.softmax(scores).astype(v.dtype), v)
+
+
+def widened_queries(q, k, v):
+    scores = first_product(q.astype("float32"), k.astype("float32"))
+    return second_product(jax.nn.softmax(scores).astype(v.dtype), v)
+
+
+def preferred(q, k, v):
+    weights = jax.nn.softmax(first_product(q, k, "float32")).astype(v.dtype)
+    return second_product(weights, v, "float32").astype(v.dtype)
+
+
+def added(q, k, v):
+    scores = first_product(q.astype("float32"), k.astype("float32"))
+    scores += 0.3 * jnp.arange(16, dtype="float32")
+    return second_product(jax.nn.softmax(scores).astype(v.dtype), v)
+
+
+@pytest.mark.parametrize(
+    "mix, wide, product",
+    [
+        (wide_weights, "v and the weights in bfloat16", second_product),
+        (wide_scores, "v and the weights in bfloat16", second_product),
+        (wide_output, "the output cast to bfloat16", second_product),
+        (wide_queries, "q, k and v in bfloat16", first_product),
+        (widened_queries, "", first_product),
+        (preferred, "", first_product),
+        (jax.checkpoint(preferred), "", first_product),
+    ],
+)
+def test_the_wide_product_of_an_attention_is_named(mesh, mix, wide, product):
+    """Widened bfloat16 is bfloat16; cuDNN takes no other product in float32."""
+    args = [jnp.asarray(normal(n, *SHAPE), "bfloat16") for n in range(3)]
+    step = gradients_of(mix, 3)
+    for match in Step(step, args, mesh).attentions.found.values():
+        file, _, line = match.source.rpartition(":")
+        assert file.endswith("test_matching.py")
+        assert int(line) == product.__code__.co_firstlineno + 1
+        if mix is not wide_output or not match.passes[0].core.is_backward:
+            reason = AttentionProposal(match, Way("cudnn")).refusal({}, "cuda")
+            assert (reason or "").rpartition("; it would with ")[2] == wide
+    found = compare(step, args, mesh=mesh, exact=step)
+    assert found.taken
+    assert ("cudnn" in found.kernels) == (not wide)
+    assert found.worst < TOLERANCE
+
+
+def test_a_kernel_in_bfloat16_adds_no_bias_of_float32(mesh):
+    q = jnp.ones(SHAPE, "bfloat16")
+    [left] = Step(added, (q, q, q), mesh).attentions.left_alone
+    assert left.reason == "a kernel would round a bias to bfloat16"
 
 
 def test_weights_that_leave_are_left_alone():

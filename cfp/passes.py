@@ -57,7 +57,6 @@ from cfp.race.programs import (
     RaceOutcome,
     RaceResult,
     leanest_of,
-    less_memory,
     like,
     named_candidates,
     programs_of,
@@ -510,7 +509,7 @@ def _fitting_by_scaled_memory(
 
     first = 1 + sum(name.startswith(LESS_MEMORY) for name in names)
     new = (choice for choice in best if choice not in known)
-    plans = [Candidate(less_memory(n), one) for n, one in enumerate(new, first)]
+    plans = [Candidate(f"{LESS_MEMORY} {n}", one) for n, one in enumerate(new, first)]
     others = named_candidates(presets, context.defaults.levels)
     return _predicted(analysis, problem, plans), _predicted(analysis, problem, others)
 

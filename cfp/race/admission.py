@@ -44,10 +44,12 @@ from typing import Any
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
+from cfp.analysis.presets import presets
 from cfp.context import MemoryBudget
+from cfp.cost.costs import segment_candidate
 from cfp.cost.memory import can_rematerialize, result_bytes
 from cfp.errors import CfpError, MemoryBudgetError
-from cfp.printable import format_bytes
+from cfp.printable import few, format_bytes
 from cfp.profiling.record import MEMORY_SHARE, CompiledBytes
 from cfp.race.programs import (
     BEHIND,
@@ -371,10 +373,8 @@ _MOST_NAMED = 4
 _WORTH_NAMING = 0.005
 _WORTH_A_REMEDY = 0.15
 
-ARGUMENTS = "arguments"
 RESULTS = "results that reuse no donated argument"
 TEMPORARIES = "temporaries"
-CODE = "code"
 RESERVE = "the allocator's reserve"
 
 
@@ -390,18 +390,17 @@ def over_budget(
     choice = whole_choice(analysis, problem, best)
     held = problem.fixed_bytes + problem.state_bytes(best.picks)
     results = result_bytes(lay_out(analysis.frame, choice))
-    use = {
-        ARGUMENTS: held - results,
-        RESULTS: results,
-        TEMPORARIES: best.memory_bytes - held,
-        RESERVE: reserve_bytes,
-    }
+    size = CompiledBytes(
+        argument_bytes=held - results,
+        output_bytes=results,
+        temp_bytes=best.memory_bytes - held,
+    )
     budget = format_bytes((problem.budget_bytes or 0) + reserve_bytes)
     first = (
         f"No plan fits in {budget} of memory on each device. The smallest sufficient "
-        f"budget is about {format_bytes(needed, up=True)}, by prediction."
+        f"budget is about {format_bytes(needed, up=True)}, predicted."
     )
-    return _error(analysis, first, needed, use, choice)
+    return _error(analysis, first, size, reserve_bytes, choice)
 
 
 def no_winner(
@@ -430,18 +429,11 @@ def no_winner(
     most = (budget_bytes or 0) + reserve_bytes
     first = (
         f"No plan was found within the budget of {format_bytes(most)} on each device. "
-        f"A budget of {format_bytes(needed, up=True)} is enough for {best.name!r}; "
-        "budgets between the two were not searched."
+        f"A budget of {format_bytes(needed, up=True)} is enough for the smallest "
+        "compiled program; budgets between the two were not searched.\n  "
+        f"{_described(analysis, best)}"
     )
-    size = best.size
-    use = {
-        ARGUMENTS: size.argument_bytes,
-        RESULTS: size.output_bytes - size.alias_bytes,
-        TEMPORARIES: size.temp_bytes,
-        CODE: size.code_bytes,
-        RESERVE: reserve_bytes,
-    }
-    error = _error(analysis, first, needed, use, best.candidate.choice)
+    error = _error(analysis, first, best.size, reserve_bytes, best.candidate.choice)
     broken = defaultdict[str, list[str]](list)
     for one in results:
         if one.record and one.record.status not in ("ok", "out_of_memory"):
@@ -449,6 +441,19 @@ def no_winner(
     for why, names in [*broken.items()][:_MOST_NAMED]:
         error = error.with_line(f"{', '.join(names)} failed: {why}")
     return error
+
+
+def _described(analysis: Analysis, one: RaceResult) -> str:
+    """Says when a program was compiled, and as which presets it shards segments."""
+    choice, named = one.candidate.choice, presets(analysis.frame).items()
+    names = Counter[str]()
+    for index in range(len(analysis.segments)):
+        own = segment_candidate(analysis, index, choice).plain.as_written
+        alike = (n for n, c in named if segment_candidate(analysis, index, c) == own)
+        names[next(alike, "no preset")] += 1
+    parts = few([f"{count} as {name}" for name, count in names.most_common()])
+    when = f"{one.record.created[:16]} UTC" if one.record else "by an earlier run"
+    return f"That program, compiled {when}, shards its segments: {parts}."
 
 
 def least_short(
@@ -461,13 +466,9 @@ def least_short(
         late: variants that were not planned before the deadline.
     """
     needs = {name: one.smallest_feasible_bytes for name, one in errors.items()}
-    best = min(needs, key=needs.__getitem__)
+    best, *rest = sorted(needs, key=needs.__getitem__)
+    others = ", ".join(f"{one} {format_bytes(needs[one], up=True)}" for one in rest)
     least = errors[best]
-    others = ", ".join(
-        f"{name} {format_bytes(size, up=True)}"
-        for name, size in needs.items()
-        if name != best
-    )
     if others:
         least = least.with_line(
             f"This is {best}. Others need as much or more: {others}.", behind_first=True
@@ -483,11 +484,19 @@ def least_short(
 def _error(
     analysis: Analysis,
     first: str,
-    needed_bytes: int,
-    use: Mapping[str, int],
+    size: CompiledBytes,
+    reserve_bytes: int,
     choice: Choice,
 ) -> MemoryBudgetError:
-    """Makes the error; `use` has {part of memory: bytes}, `first` the first line."""
+    """Makes the error about a program of this memory; `first` is the first line."""
+    use = {
+        "arguments": size.argument_bytes,
+        RESULTS: size.output_bytes - size.alias_bytes,
+        TEMPORARIES: size.temp_bytes,
+        "code": size.code_bytes,
+        RESERVE: reserve_bytes,
+    }
+    needed_bytes = size.peak_bytes + reserve_bytes
     parts = [(name, size) for name, size in Counter(use).most_common() if size > 0]
     uses = [
         f"{name} {format_bytes(size)} ({size / needed_bytes:.0%})"

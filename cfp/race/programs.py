@@ -105,11 +105,6 @@ def with_options(
 LESS_MEMORY = "planned, less memory"
 
 
-def less_memory(number: int) -> str:
-    """Names the `number`-th plan that searches by compiled memory found, from 1."""
-    return LESS_MEMORY if number == 1 else f"{LESS_MEMORY} {number}"
-
-
 def leanest_of(analysis: Analysis, problem: Problem) -> Candidate:
     """Returns the candidate of least predicted memory; of several the fastest.
 

@@ -315,14 +315,13 @@ class Race:
         if not self.context.defaults.estimates:
             return {}
         problem, most = self.solution.problem, self.context.budget_bytes
-        whole = ConstraintLevel.EVERYTHING
-        every = [one for one in self.solution.candidates if one.level is whole]
         found = {}
-        for one in every:
+        for one in self.solution.candidates:
             size = prediction_of(self.analysis, problem, one.choice).peak_bytes or 0
             why = NOT_RUN if most is None or size <= most else TOO_LARGE
             row = replace(left_out(one, why), peak_bytes=size, rung="estimated")
-            found[one.name] = row
+            if one.level is ConstraintLevel.EVERYTHING:
+                found[one.name] = row
         return found | {one.name: compiled_row(one) for one in results}
 
 

@@ -10,7 +10,7 @@ from cfp.analysis.presets import presets
 from cfp.cost.costs import Costs
 from cfp.passes import _smallest, search_as_compiled
 from cfp.profiling.record import CompiledBytes
-from cfp.race.programs import less_memory
+from cfp.race.programs import LESS_MEMORY
 from cfp.search.choices import picks_of, whole_choice
 from cfp.search.guided import (
     Candidate,
@@ -99,7 +99,7 @@ def test_a_search_as_compiled_finds_the_fastest_that_fits_then(
     again = search_as_compiled(context, analysis, solution)
     assert again is not None and again.problem is not None
     new = again.candidates[0]
-    assert new.name == "planned, less memory"
+    assert new.name == "planned, less memory 1"
     scaled = scale_memory(again.problem, factor)
     fastest = solve(scaled)
     assert fastest is not None
@@ -121,7 +121,7 @@ def test_the_last_resort_is_named_like_no_candidate(found, monkeypatch):
     assert best is not None
     problem = replace(free, budget_bytes=best.memory_bytes)
     choice = whole_choice(analysis, problem, best)
-    names = ["planned", less_memory(1), less_memory(2)]
+    names = ["planned", f"{LESS_MEMORY} 1", f"{LESS_MEMORY} 2"]
     solution = Solution([Candidate(n, choice) for n in names], problem=problem)
     monkeypatch.setattr(
         "cfp.passes.compiled_before",

@@ -95,6 +95,7 @@ def result(analysis: Analysis, choice: Choice, **use: int) -> RaceResult:
         parts=job.key.parts,
         status="out_of_memory",
         choice=job.choice,
+        created="2026-11-30T12:34:56.000000+00:00",
         **use,
     )
     return result_of(Candidate("plan", choice), record, fits=False)
@@ -132,6 +133,27 @@ def test_messages_of_made_up_sizes(analysis, golden):
     assert isinstance(error, cfp.MemoryBudgetError)
     assert error.contributors == [("temporaries", 9), (RESERVE, 2)]
     assert type(no_winner(analysis, [], MIB)) is cfp.CfpError
+
+
+def test_the_smallest_program_is_named_by_its_shardings(analysis):
+    """Not by its place in a search, where other budgets have other programs."""
+    frame, segments = analysis.frame, analysis.segments
+    plain = preset(frame, ("data",), Storage.USED)
+    sharded = preset(frame, ("tensor",), Storage.USED)
+    mixed = [*plain.blocks]
+    for block in segments[0].blocks:
+        mixed[block] = sharded.blocks[block]
+    mixed = replace(plain, blocks=tuple(mixed))
+    rest = len(segments) - 1
+
+    def named(one):
+        return str(no_winner(analysis, [one], 5)).splitlines()[1].strip()
+
+    found = result(analysis, mixed, temp_bytes=9)
+    parts = f"shards its segments: {rest} as data_parallel, 1 as tensor_parallel."
+    assert named(found) == f"That program, compiled 2026-11-30T12:34 UTC, {parts}"
+    earlier = replace(found, record=None)
+    assert named(earlier) == f"That program, compiled by an earlier run, {parts}"
 
 
 def test_what_is_named_by_prediction_does(tmp_path):

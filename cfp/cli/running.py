@@ -39,9 +39,7 @@ _SHOW_TAKES = {
 
 @o.command(
     *("path", "explain", "block", "diff", "html", "python", "as_json"),
-    explain=o.Option(
-        bool, "Explain each block, with the cost of all strategies for it."
-    ),
+    explain=o.Option(bool, "Explain each block, with the strategies that decide."),
     block=o.Option(
         str,
         "With --explain: only blocks with this in their names, in upper or lower case; "

@@ -425,13 +425,12 @@ def no_winner(
         reasons = reasons or "No candidate was compiled."
         return CfpError(f"No plan ran on the devices. {reasons}")
     best = min(compiled, key=lambda r: r.peak_bytes)
-    needed = best.peak_bytes + reserve_bytes
     most = (budget_bytes or 0) + reserve_bytes
     first = (
         f"No plan was found within the budget of {format_bytes(most)} on each device. "
-        f"A budget of {format_bytes(needed, up=True)} is enough for the smallest "
-        "compiled program; budgets between the two were not searched.\n  "
-        f"{_described(analysis, best)}"
+        f"A budget of {format_bytes(best.peak_bytes + reserve_bytes, up=True)} is "
+        "enough for the smallest compiled program; budgets between the two were not "
+        f"searched.\n  {_described(analysis, best)}"
     )
     error = _error(analysis, first, best.size, reserve_bytes, best.candidate.choice)
     broken = defaultdict[str, list[str]](list)

@@ -18,7 +18,7 @@ from cfp.view import words
 from cfp.view.console import Rows, row_of
 
 _SIZE = re.compile(r" [\d.]+ (B|[KMG]iB)")
-_MARK = "~"  # Of estimated memory.
+_MARK = "~"  # Of predicted memory.
 # Least number of samples to show their spread.
 _SPREAD_SAMPLES = 4
 
@@ -309,7 +309,6 @@ def race_rows(plan: Plan) -> Rows:
     found = candidates_of(plan)
     notes = {one.row.note for one in found}
     shared = notes.pop() if len(found) > 1 and len(notes) == 1 else ""
-    has_rungs = any(row.rung != "measured" for row in plan.race)
     rows = []
     for one in found:
         row, same = one.row, f"the same program as {', '.join(one.others)}"
@@ -323,24 +322,22 @@ def race_rows(plan: Plan) -> Rows:
                 *("*" if one.won else "", row.name, ms_text(row.predicted_ms)),
                 *(ms_text(row.time_ms), spread),
                 f"{mark}{format_bytes(row.peak_bytes)}" if row.peak_bytes else "-",
-                row.rung if has_rungs else "",
                 "" if shared else row.note or same * bool(one.others),
                 won=one.won,
                 bar=bar,
             )
         )
-    numbers = ("predicted ms", "measured ms", "+-", "memory")
     shown = {name for one in found for name in (one.row.name, *one.others)}
     hidden = [row for row in plan.race if row.name not in shown]
     kind = "variant" if any(row.note for row in hidden) else "slower variant"
     more = f"and {counted(len(hidden), kind, f'{kind}s')} of these"
     below = [f"Each: {shared}"] * bool(shared) + [more] * bool(hidden)
     if any(cell.startswith(_MARK) for row in rows for cell in row.cells):
-        below.append(f"{_MARK} memory by estimate; other memory is the compiler's.")
+        below.append(f"{_MARK} predicted memory; other memory is compiled.")
     title = {"measured": "Predictions", "estimated": "Estimates"}[plan.rung]
     return Rows(
         title="Race" if any(row.samples_ms for row in plan.race) else title,
-        headings=(" ", "plan", *numbers, "from", "note"),
+        headings=(" ", "plan", "predicted ms", "measured ms", "+-", "memory", "note"),
         rows=rows,
         notes=below,
     ).filled()
@@ -417,26 +414,30 @@ def more_rows(plan: Plan) -> Iterator[Rows]:
 
 
 def strategies_rows(plan: Plan, kind: int) -> Rows:
-    """Tabulates the strategies of a kind of segments, the fastest first."""
-    figures = plan.figures
+    """Tabulates a kind's strategies that are faster or smaller than all others."""
+    figures, sizes = plan.figures, list[int]()
     assert figures is not None
-    rows, budget = [], figures.budget_bytes
-    for one in sorted(figures.kinds[kind].options, key=lambda one: one.step_ms):
-        is_too_large = budget is not None and one.memory_bytes > budget
+    rows, budget, every = [], figures.budget_bytes, figures.kinds[kind].options
+    for one in sorted(every, key=lambda one: (one.step_ms, one.memory_bytes)):
+        if not one.taken and any(size <= one.memory_bytes for size in sizes):
+            continue
+        sizes.append(one.memory_bytes)
         rows.append(
             row_of(
                 "*" if one.taken else "",
                 *(one.name, words.strategy_text(one.strategy)),
                 *(ms_text(one.step_ms), format_bytes(one.memory_bytes)),
                 *(ms_text(one.segment_ms), str(one.taken)),
-                "does not fit" * is_too_large,
+                "does not fit" * (budget is not None and one.memory_bytes > budget),
                 bar=one.step_ms,
                 won=bool(one.taken),
             )
         )
     notes = ["Of the step with this strategy for these segments, others as planned."]
     notes += ["The plan's own strategy was not measured alone."] * (not figures.picks)
-    headings = ("strategy", "what it does", "step ms", "memory", "segment ms")
+    more = counted(n := len(every) - len(rows), "strategy is", "strategies are")
+    notes += [f"{more} neither faster nor smaller; --json has all."] * (n > 0)
+    headings = ("strategy", "what it does", "step ms", "predicted memory", "segment ms")
     return Rows(
         title=f"Strategies {words.known_how(plan)}: {figures.kinds[kind].name}",
         headings=(" ", *headings, "taken by", "note"),
@@ -460,8 +461,8 @@ def memory_rows(plan: Plan) -> Rows:
             "residuals, kept for backward": residual,
             "temporaries": temp,
         }
-        parts[f"together, {words.known_how(plan)} by segment"] = sum(parts.values())
-    parts["the compiled program"] = plan.peak_bytes or 0
+        parts["together, predicted"] = sum(parts.values())
+    parts["the program, compiled"] = plan.peak_bytes or 0
     parts["budget"] = (figures and figures.budget_bytes) or 0
     return Rows(
         title="Memory of each device",

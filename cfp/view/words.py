@@ -146,15 +146,15 @@ def figure_texts(plan: Plan) -> list[str]:
 
 
 def memory_text(plan: Plan) -> str:
-    """Describes a plan's memory, and its fit in the budget; "" if unknown."""
+    """Describes a plan's memory, its fit in the budget and its source; or ""."""
     if (size := _needed_bytes(plan)) is None:
         return ""
-    how = f", {_predicted_how(plan)}" if plan.peak_bytes is None else ""
+    how = "compiled" if plan.peak_bytes is not None else "predicted"
     text, budget = format_bytes(size), plan.figures and plan.figures.budget_bytes
     if budget:
         does = "fits in" if is_within_budget(plan) else "does not fit: needs"
         text = f"{does} {text} of {format_bytes(budget)}"
-    return f"{text} on each device{how}"
+    return f"{text} on each device, {how}"
 
 
 def _needed_bytes(plan: Plan) -> int | None:

@@ -66,7 +66,7 @@ def test_a_plan_by_estimates_says_so_everywhere(ahead):
     for text in (repr(ahead), plan_text(ahead, width=200)):
         assert "as 4xh200 is described" in text
         # The verdict first: on an H200 JAX takes 0.75 of 141 GB.
-        verdict = r"fits in \d+\.\d+ MiB of \d+\.\d+ GiB on each device, estimated"
+        verdict = r"fits in \d+\.\d+ MiB of \d+\.\d+ GiB on each device, predicted"
         assert re.search(verdict, " ".join(text.split())[:300]), text[:400]
         assert "estimated" in text and "measured," not in text
         assert "JAX's default share" in " ".join(text.split())
@@ -238,13 +238,13 @@ def test_a_preset_that_does_not_fit_says_so_first(folder):
     assert small.figures.budget_bytes == 2 * 2**20  # the allocator's 128 MiB less
     said = format_bytes(small.predicted_bytes, up=True)
     times = f"{small.predicted_ms:.3f} ms estimated"
-    verdict = f"does not fit: needs {said} of 2.00 MiB on each device, estimated"
+    verdict = f"does not fit: needs {said} of 2.00 MiB on each device, predicted"
     loaded = cfp.Plan.from_json(json.loads(small.to_json()))
     for text in (repr(loaded), plan_text(loaded, width=200)):
         assert f"{verdict}; {times}" in " ".join(text.split())[:300]
     # What XLA has compiled counts.
     compiled = replace(small, peak_bytes=2**20)
-    fits = f"fits in 1.00 MiB of 2.00 MiB on each device; {times}"
+    fits = f"fits in 1.00 MiB of 2.00 MiB on each device, compiled; {times}"
     assert fits in " ".join(repr(compiled).split())
 
 

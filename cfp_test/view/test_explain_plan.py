@@ -141,6 +141,16 @@ def test_explanations(golden):
         assert max(map(len, text.splitlines())) <= USUAL_COLUMNS
 
 
+def test_explanations_leave_out_what_is_neither_faster_nor_smaller():
+    text = explain_text(DEEP)
+    assert "slow & large" in DEEP.to_json() and "slow & large" not in text
+    assert "1 strategy is neither faster nor smaller; --json has all." in text
+    slow = among(
+        lambda o: [replace(one, taken=one.name == "slow & large") for one in o]
+    )
+    assert "|* | slow & large" in explain_text(slow)
+
+
 def test_explanations_come_back_from_a_file():
     for plan in (EXPLAINED["kinds of strategies"], EXPLAINED["many blocks"]):
         again = Plan.from_json(json.loads(plan.to_json()))

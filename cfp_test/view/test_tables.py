@@ -171,7 +171,7 @@ def test_estimated_memory_is_marked_beside_compiled_memory():
     planned = replace(planned, note="compiled, not run")
     for text in map(show_once, (plan_text, page_html), [estimated(planned, other)] * 2):
         assert text.count("~1.00 MiB") == 1 and " 1.00 MiB" in text
-        assert "~ memory by estimate; other memory is the compiler's." in text
+        assert "~ predicted memory; other memory is compiled." in text
 
 
 def show_once(show, plan):

@@ -132,17 +132,14 @@ def test_calls_of_the_host_are_left_out():
 def ties(program, part) -> set[int]:
     """Values that depend on whether two floats are equal, one of them computed here.
 
-    That does not survive computing the one, but not the other, in another order.
+    Another order of computing the one may change that.
     """
     made, found = set(), set()
     for op_id in part.ops:
         op = program.ops[op_id]
         exact = op.kind == "compare" and any(d in op.attributes for d in ("EQ", "NE"))
         floats = exact and program.values[op.operands[0]].dtype.startswith("f")
-        mixed = any(v in made for v in op.operands) and any(
-            v in part.inputs for v in op.operands
-        )
-        if (floats and mixed) or found.intersection(op.operands):
+        if (floats and made & {*op.operands}) or found & {*op.operands}:
             found.update(op.results)
         made.update(op.results)
     return found

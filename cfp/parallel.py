@@ -277,6 +277,8 @@ class ParallelStep:
             if (saved := self._as_saved(args, kwargs, now)) is not None:
                 return saved
         again = self._why_again(step, now)
+        if self._latest and self._latest.compiled.step.parted(step.arg_names):
+            raise PlanMismatch(f"{self.__name__!r} is not planned again, {again}.")
         when = f"again, {again}" if again else "once for its first call"
         if again:
             warn(
@@ -296,8 +298,7 @@ class ParallelStep:
             options |= {"settings": how, "quiet": True}
             found = self._find(step, args, kwargs, options)
             tell = how.progress or (lambda _: None)
-            planned = _Planned(now, found, found.compile_bound(tell))
-        return planned
+            return _Planned(now, found, found.compile_bound(tell))
 
     def _find(
         self,

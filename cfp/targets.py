@@ -23,13 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
+from jax.tree_util import tree_leaves, tree_unflatten
 
 from cfp import models
 from cfp.errors import CfpError, NoSuchFile, known_names, place_of
 from cfp.models.model import ModelOption, Scalar
 from cfp.profiling.inputs import counts, random_values
-from cfp.program.calling import fixed, released
+from cfp.program.calling import fixed, released, together
 from cfp.program.memory import put
 from cfp.program.part import key_name, whole
 from cfp.program.step import FlatStep, flatten_step
@@ -232,12 +232,13 @@ def _function_target(
             )
 
     def make_args(shardings: Sequence[Any], seed: int) -> tuple[Any, ...]:
-        dynamic = [a for i, a in enumerate(args) if i not in static]
-        arrays, tree = tree_flatten(fixed(dynamic))
-        places = tree_leaves(list(shardings))
+        step = target.flatten()
+        arrays = step.flatten(args, {})
+        places = tree_leaves(together(list(shardings)))
         picking = {i for i, leaf in enumerate(arrays) if _may_pick(leaf)}
-        rows = _rows(target.flatten(), places, picking) if picking else {}
-        made = iter(released(tree_unflatten(tree, _made(arrays, places, rows, seed))))
+        rows = _rows(step, places, picking) if picking else {}
+        leaves = _made(arrays, places, rows, seed)
+        made = iter(released(tree_unflatten(step.in_tree, leaves))[0])
         return tuple(a if i in static else next(made) for i, a in enumerate(args))
 
     target = Target(

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves
+from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from cfp.analysis.layout import lay_out
 from cfp.analysis.presets import presets
@@ -41,7 +41,7 @@ from cfp.profiling.builder import (
     is_out_of_memory,
 )
 from cfp.profiling.record import MEMORY_SHARE
-from cfp.program.calling import fixed, released
+from cfp.program.calling import fixed, released, together
 from cfp.program.constrain import Constraints
 from cfp.program.memory import fetch, in_host, on_device, put
 from cfp.program.step import FlatStep
@@ -312,8 +312,8 @@ class Check:
         margin = NARROW_MARGIN if self.planned.narrow else ROUNDING_MARGIN
         how = {"tolerance": self.tolerance, "margin": margin}
         by_path = {x.path: replace(x, **how) for x in compare(usual, expected)}
-        for path, change in state_changes.items():
-            by_path[path] = replace(by_path[path], change=change)
+        for path in state_changes.keys() & by_path:
+            by_path[path] = replace(by_path[path], change=state_changes[path])
         made = [*by_path.values()]
         # Rounding is measured on the plan's side if its kernels round more.
         usual = in_host(usual) if self.planned.perturbed else expected
@@ -336,6 +336,7 @@ class Check:
 
     def _changes(self, expected: Any) -> dict[str, float]:
         """Relative change of each state leaf that changes, by path in the result."""
+        expected = released(expected)
         parts = tree_flatten_with_path(expected, lambda node: node is not expected)[0]
         changes = {}
         for position, place in self.feedback.items():
@@ -366,7 +367,7 @@ class Check:
         # One leaf at a time: a second copy of the state would split free memory, and
         # neither part may have room for the step.
         args = self._each(lambda leaf: put(change(on_device(leaf)), next(shardings)))
-        made = fixed(step(*args))
+        made = fixed(together(step(*args)))
         is_here = all(leaf.is_fully_addressable for leaf in tree_leaves(made))
         return made if is_here else jax.tree.map(self._on_reference, made)
 
@@ -381,11 +382,11 @@ class Check:
 
     def _each(self, change: Callable[[Any], Any]) -> list[Any]:
         """Returns the arguments, with `change` applied to leaves of nonstatic ones."""
-        static = {key for key, _ in self.reference.step.step.static}
-        return [
-            a if i in static else released(jax.tree.map(change, fixed(a)))
-            for i, a in enumerate(self._args)
-        ]
+        step = self.reference.step.step
+        leaves = map(change, step.flatten(self._args, {}))
+        made = iter(released(tree_unflatten(step.in_tree, leaves))[0])
+        static = {key for key, _ in step.static}
+        return [a if i in static else next(made) for i, a in enumerate(self._args)]
 
 
 def fresh(leaf: jax.Array) -> jax.Array:
@@ -406,6 +407,7 @@ def nudge(x: jax.Array, seed: int = 0) -> jax.Array:
 
 def feed_back(args: list[Any], result: Any, feedback: Mapping[int, int | None]) -> None:
     """Replaces state arguments by a step's results, in place; see `Check.feedback`."""
+    result = released(result)
     for position, place in feedback.items():
         args[position] = result if place is None else result[place]
 

@@ -208,20 +208,23 @@ def _feedback(
     }
     # A single array is state only if donated: others may share its shape by chance.
     state = {
-        places: i for i, (places, _) in every.items() if i in donated or len(places) > 1
+        id(places): i
+        for i, (places, tree) in every.items()
+        if i in donated or tree.num_nodes > len(places)
     }
     wanted = (every[i] for i in state.values())
-    found = {state[places]: place for places, place, _ in successors(step, wanted)}
-    names = {
-        i: step.arg_names[places.start].partition("/")[0] for places, i in state.items()
-    }
+    found = {state[id(places)]: place for places, place, _ in successors(step, wanted)}
+    starts = {i: every[i][0].start for i in state.values() if every[i][0]}
+    names = {i: step.arg_names[at].partition("/")[0] for i, at in starts.items()}
     if steps > 1 and (lost := donated - found.keys()):
         raise CfpError(
             f"Argument {min(lost)} ({names[min(lost)]}) is donated, and no result of "
             "the step has the argument's structure, shapes and types. So the step can "
             "run only once: use --steps 1, or plan without donating the argument."
         )
-    by_place = {"" if p is None else str(p): names[i] for i, p in found.items()}
+    by_place = {
+        "" if p is None else str(p): names[i] for i, p in found.items() if i in names
+    }
     return found, by_place
 
 

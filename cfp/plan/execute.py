@@ -47,7 +47,7 @@ from cfp.profiling.builder import BuildEnvironment, Built, Job
 from cfp.profiling.files import make_private_folder, open_private
 from cfp.profiling.hlo import compile_right
 from cfp.profiling.record import environment_parts, untuned_options
-from cfp.program.calling import fixed, has_fixed, released
+from cfp.program.calling import fixed, has_fixed, released, together
 from cfp.program.constrain import Constraints, constrain, misfit, partition_spec, uneven
 from cfp.program.dispatch import Dispatch, Look
 from cfp.program.graph import Program
@@ -181,7 +181,7 @@ def made(
     """
 
     def arrays(*args: Any, **kwargs: Any) -> Any:
-        return fixed(init_fn(*args, **kwargs))
+        return fixed(together(init_fn(*args, **kwargs)))
 
     shape = jax.eval_shape(arrays, *args, **kwargs)
     leaves, tree = tree_flatten(shape)

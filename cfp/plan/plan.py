@@ -192,7 +192,7 @@ class Plan:
         """
         leaves, _ = self._shardings()
         tree = self._bound().in_tree
-        return released(tree_unflatten(tree, leaves)[0], lambda _: None)
+        return released(tree_unflatten(tree, leaves), lambda _: None)[0]
 
     @property
     def out_shardings(self) -> Any:
@@ -268,6 +268,9 @@ class Plan:
                 for name, of in kinds.items()
             }
         step = flatten_step(fn, args, kwargs, **calls, precision=self.precision)
+        old = self.step or step
+        if old.parted(step.arg_names) or step.parted(old.arg_names):
+            old.flatten(args, kwargs)  # Raises, and names the object.
         check_arguments(self.arg_names, self.arg_types, step)
         check_donated(self.donated, step)
         step = step.with_state_in_host(self.in_host).with_donated(self.donated)

@@ -6,7 +6,8 @@ nothing.
 
 Modules of some libraries have functions and settings among their pytree's leaves, which
 ``jax.jit`` refuses. Here such leaves become part of the pytree's structure while the
-step is traced and called.
+step is traced and called. So do later places of an object that may change in place: it
+stays one object in the step and in the results, as in Python and under ``nnx.jit``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import (
     Iterator,
     Mapping,
     MappingView,
+    MutableMapping,
     Sequence,
 )
 from contextlib import suppress
@@ -36,9 +38,11 @@ from jax.tree_util import (
     all_leaves,
     keystr,
     register_static,
+    tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
     tree_map,
+    treedef_is_leaf,
 )
 
 from cfp.errors import OptionError, StepNotTraceable, known_names
@@ -431,21 +435,80 @@ def fixed(tree: Any) -> Any:
     return tree_map(_with_fixed, tree, is_leaf=is_module)
 
 
+@register_static
+class Same(NamedTuple):
+    """A later place of the object that began `back` objects before; see `is_object`."""
+
+    back: int
+
+
+def is_object(node: Any) -> bool:
+    """True for a custom node of a pytree that may change in place, such as a module."""
+    is_value = isinstance(node, Mapping) and not isinstance(node, MutableMapping)
+    return not (is_value or isinstance(node, partial)) and _may_change(node)
+
+
+def has_objects(tree: Any) -> bool:
+    """True if a pytree has a node of :func:`is_object`."""
+    return any(map(is_object, tree_leaves(tree, is_leaf=is_object)))
+
+
+def together(tree: Any, shares: bool = True) -> Any:
+    """Puts :class:`Same` at later places of each object, if `shares`."""
+    places, backs = dict[int, int](), list[int]()
+    kept = list[Any]()  # An object that is kept shares its id with no other.
+
+    def is_known(node: Any) -> bool:
+        if not (shares and is_object(node)):
+            return False
+        if id(node) in places and tree_leaves(node):
+            backs.append(len(kept) - places[id(node)])
+            return True
+        places[id(node)] = len(kept)
+        kept.append(node)
+        return False
+
+    leaves, kind = tree_flatten(tree, is_leaf=is_known)
+    each = iter(backs)
+    leaves = [Same(next(each)) if is_object(leaf) else leaf for leaf in leaves]
+    return kind.unflatten(leaves) if backs else tree
+
+
+def shared_places(tree: Any) -> list[tuple[Any, Any]]:
+    """Returns (path of the object's first place, own path) of each :class:`Same`."""
+    first, pairs = list[Any](), []
+    for path, node, _, _ in _nodes(tree):
+        if is_object(node):
+            first.append(path)
+        elif isinstance(node, Same):
+            pairs.append((first[-node.back], path))
+    return pairs
+
+
 def released(tree: Any, instead: Callable[[Any], Any] = lambda value: value) -> Any:
-    """Undoes :func:`fixed`; `instead` maps each fixed value to a leaf."""
-    if not has_fixed(tree):
-        return tree
-    return tree_map(
-        lambda leaf: instead(leaf.value) if isinstance(leaf, Fixed) else leaf,
-        tree,
-        is_leaf=lambda node: isinstance(node, Fixed),
-    )
+    """Undoes :func:`fixed` and :func:`together`; `instead` maps each fixed value."""
+    made = list[Any]()
+
+    def rebuilt(node: Any) -> Any:
+        if isinstance(node, Fixed):
+            return instead(node.value)
+        if isinstance(node, Same):
+            return made[-node.back]
+        place, found = len(made), is_object(node)
+        made.extend([node] * found)
+        parts, kind = tree_flatten(node, is_leaf=lambda part: part is not node)
+        if not treedef_is_leaf(kind):
+            node = kind.unflatten(map(rebuilt, parts))
+            made[place : place + found] = [node] * found
+        return node
+
+    return rebuilt(tree) if has_fixed(tree) else tree
 
 
 def has_fixed(tree: Any) -> bool:
-    """True if a pytree has a :class:`Fixed`."""
-    found = tree_leaves(tree, is_leaf=lambda node: isinstance(node, Fixed))
-    return any(isinstance(leaf, Fixed) for leaf in found)
+    """True if a pytree has a :class:`Fixed` or a :class:`Same`."""
+    found = tree_leaves(tree, is_leaf=lambda node: isinstance(node, Fixed | Same))
+    return any(isinstance(leaf, Fixed | Same) for leaf in found)
 
 
 def is_module(node: Any) -> bool:

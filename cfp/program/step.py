@@ -75,7 +75,7 @@ class FlatStep:
         in_host: (argument leaf, result leaf of its new value) pairs that stay in host
             memory between steps; see `with_state_in_host`.
         precision: of large products, see `PlannerSettings`; "" as they are written.
-        twice: paths of the first two leaves that are one array; () without such leaves.
+        shares: False if the step's own jax.jit copies objects at each of their places.
     """
 
     fn: Callable[..., Any]
@@ -89,7 +89,7 @@ class FlatStep:
     explicit: tuple[NamedSharding | None, ...] = ()
     in_host: tuple[tuple[int, int], ...] = ()
     precision: str = ""
-    twice: tuple[str, ...] = field(default=(), compare=False)
+    shares: bool = True
     programs: dict[Any, Any] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
@@ -114,14 +114,15 @@ class FlatStep:
                 f"Static argument {key} was {value!r} when the step was planned, and "
                 f"is {got!r} now. Plan again for the new value."
             )
+        dynamic = calling.together(dynamic, self.shares)
         leaves, tree = tree_flatten(dynamic)
         if tree != self.in_tree:
             leaves, tree = tree_flatten(calling.fixed(dynamic))
         if tree != self.in_tree:
+            changes = self.changes(tree, range(len(leaves)))
             raise PlanMismatch(
                 "The arguments' structure changed since the step was planned: "
-                f"{self.changes(tree, leaves)}. Pass what was planned for, or plan "
-                "again."
+                f"{changes}. Pass what was planned for, or plan again."
             )
         return leaves
 
@@ -133,10 +134,14 @@ class FlatStep:
         Leaves are not checked: each may be any object, even a pytree, but not None.
         """
         dynamic, changed = self._split(args, kwargs)
+        if self._has_fixed:
+            dynamic = calling.fixed(calling.together(dynamic, self.shares))
         try:
             leaves = self.in_tree.flatten_up_to(dynamic)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RuntimeError):  # Of a text of deleted arrays.
             return None
+        if self._has_objects and len({*map(id, leaves)}) < len(leaves):
+            return None  # Two objects may be one now.
         return None if changed or NoneType in map(type, leaves) else leaves
 
     def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -153,6 +158,25 @@ class FlatStep:
         changed = (x for x in now if type(x[1]) is not type(x[2]) or [x[1]] != [x[2]])
         return calling.dynamic_part(args, kwargs, static), next(changed, None)
 
+    @cached_property
+    def _has_fixed(self) -> bool:
+        return calling.has_fixed(self._dynamic)
+
+    @cached_property
+    def _has_objects(self) -> bool:
+        return calling.has_objects(self._dynamic)
+
+    def parted(self, names: Sequence[str], dynamic: Any = None) -> str:
+        """Names places of one object, of the step's, that leaves `names` make two."""
+        tree = self._dynamic if dynamic is None else dynamic
+        parts = [(path, None) for pair in calling.shared_places(tree) for path in pair]
+        static = {key for key, _ in self.static}
+        named = [name for _, name, _ in _named_leaves(self.fn, tree, static, parts)]
+        for first, later in zip(named[::2], named[1::2], strict=True):
+            if any(name.startswith(f"{later}/") for name in names):
+                return f"{first} and {later}"
+        return ""
+
     def changes(self, in_tree: Any, leaves: Sequence[Any]) -> str:
         """Describes new and missing leaves, else another static value; never empty."""
         now, before = tree_unflatten(in_tree, leaves), self._dynamic
@@ -161,6 +185,10 @@ class FlatStep:
         gone = [name for name in self.arg_names if name not in names]
         new = [name for name in names if name not in self.arg_names]
         changes = (("missing", gone), ("not there before", new))
+        if pair := self.parted(names):
+            return f"{pair} are two objects, and were one (return both from the step)"
+        if pair := self.parted(self.arg_names, now):
+            return f"{pair} are one object, and were two (pass a copy of one)"
         if words := [f"{what}: {few(x)}" for what, x in changes if x]:
             return "; ".join(words)
         every = calling.static_differences(before, now)
@@ -237,7 +265,7 @@ class FlatStep:
         names += [f"arg{i}" for i in range(len(names), len(args))]
         passed = {**dict(zip(names, args, strict=False)), **kwargs}
         before = dict(calling.leaves_of_modules(passed))
-        result = calling.fixed(fn(*args, **kwargs))
+        result = calling.fixed(calling.together(fn(*args, **kwargs)))
         return result, calling.changed(before, passed, result)
 
     @cached_property
@@ -320,12 +348,6 @@ class FlatStep:
             )
         if "trace level" in said:
             return "Pass modules that the step changes or differentiates as arguments."
-        if self.twice and "pytree structure error" in said:
-            return (
-                f"{self.twice[0]!r} and {self.twice[1]!r} are one array outside of the "
-                "step and two inside. Pass an array that modules share once, and put "
-                "the modules together inside (docs/frameworks.md, 'Shared modules')."
-            )
         if numbers and "tracer" in said.lower():
             return (
                 f"A step that needs the value of {few(numbers)} takes "
@@ -338,7 +360,7 @@ class FlatStep:
 
     def _swapped(self) -> str:
         """Returns advice if JAX traces the step with two arguments swapped; else ""."""
-        args, kwargs = self._dynamic
+        args, kwargs = calling.fixed(calling.released(self._dynamic))
         for i, j in combinations(range(len(args)), 2):
             order = [*args]
             order[i], order[j] = args[j], args[i]
@@ -403,10 +425,16 @@ def flatten_step(
     static = {key: value for key, value in passed.items() if key in static_keys}
     for key, value in static.items():
         calling.check_hashable(key, value)
-    dynamic = calling.fixed(calling.dynamic_part(args, kwargs, static))
+    dynamic = calling.dynamic_part(args, kwargs, static)
+    shares = not isinstance(getattr(fn, "__func__", fn), type(jax.jit(abs)))
+    both = calling.together((dynamic, [*static.values()]), shares) if static else ()
+    if any(one[0] != other[0] for one, other in calling.shared_places(both)):
+        raise StepNotTraceable(
+            "A static argument and another one hold one object, whose first values the "
+            "step would read in each call. Make neither static."
+        )
+    dynamic = calling.fixed(calling.together(dynamic, shares))
     leaves = _named_leaves(fn, dynamic, static)
-    known = {id(leaf): name for _, name, leaf in reversed(leaves)}
-    pairs = [(known[id(leaf)], name) for _, name, leaf in leaves if np.ndim(leaf)]
     step = FlatStep(
         fn,
         avals=tuple(abstract(leaf, name) for _, name, leaf in leaves),
@@ -418,7 +446,7 @@ def flatten_step(
         memory_kinds=tuple(memory_kind(leaf) for _, _, leaf in leaves),
         explicit=tuple(explicit_sharding(leaf) for _, _, leaf in leaves),
         precision=precision,
-        twice=next((pair for pair in pairs if pair[0] != pair[1]), ()),
+        shares=shares,
     )
     for aval, name in zip(step.avals, step.arg_names, strict=True):
         _check_width(aval.dtype, name)

@@ -15,7 +15,7 @@ from jax.tree_util import tree_structure, tree_unflatten
 from pydantic import ConfigDict
 
 from cfp.cost.described import DescribedMesh
-from cfp.errors import NotBound, PlanMismatch, warn
+from cfp.errors import NotBound, OtherStructure, PlanMismatch, warn
 from cfp.plan import file
 from cfp.plan.execute import (
     Arguments,
@@ -321,8 +321,9 @@ class Plan:
         """Returns a function that runs `fn`, the planned step, under this plan.
 
         The first call compiles or loads the step, on the first devices if the plan has
-        no mesh. Under another configuration of JAX, the step is traced again. Calls
-        raise PlanMismatch if the step's program or arguments differ from the plan's.
+        no mesh. Under another configuration of JAX, or with other functions in the
+        arguments, the step is traced again. Calls raise PlanMismatch if the step's
+        program or arguments differ from the plan's.
         """
         compiled: dict[Any, CompiledStep] = {}
         is_bound = self.step is not None and self.step.fn is fn
@@ -335,6 +336,13 @@ class Plan:
                     compiled[now] = self.compile_bound()
                 else:
                     compiled[now] = self.compile(fn, *args, **kwargs)
+            try:
+                return compiled[now](*args, **kwargs)
+            except OtherStructure as changed:
+                try:
+                    compiled[now] = self.compile(fn, *args, **kwargs)
+                except PlanMismatch:
+                    raise changed from None
             return compiled[now](*args, **kwargs)
 
         step.__name__ = getattr(fn, "__name__", "step")

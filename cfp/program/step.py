@@ -36,7 +36,13 @@ from jax.tree_util import (
     tree_unflatten,
 )
 
-from cfp.errors import PlanMismatch, StepNotTraceable, place_of, summary_of
+from cfp.errors import (
+    OtherStructure,
+    PlanMismatch,
+    StepNotTraceable,
+    place_of,
+    summary_of,
+)
 from cfp.printable import few
 from cfp.program import calling
 from cfp.program.jaxprs import check_settings, cudnn_expected, do_the_same
@@ -120,7 +126,7 @@ class FlatStep:
             leaves, tree = tree_flatten(calling.fixed(dynamic))
         if tree != self.in_tree:
             changes = self.changes(tree, range(len(leaves)))
-            raise PlanMismatch(
+            raise OtherStructure(
                 "The arguments' structure changed since the step was planned: "
                 f"{changes}. Pass what was planned for, or plan again."
             )

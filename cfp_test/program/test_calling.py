@@ -169,6 +169,22 @@ def test_a_module_made_again_is_planned_again_with_a_warning(tmp_path):
     np.testing.assert_allclose(found, expected)
 
 
+def test_a_function_made_again_runs_in_its_own_trace(tmp_path):
+    """A plan accepts other values in closures; another operation is another program."""
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    options = {"preset": "data_parallel", "cache_dir": tmp_path, "quiet": True}
+
+    def adding(number):
+        return acting(lambda: lambda x: x + number)
+
+    planned = cfp.plan(run, adding(1.0), X, mesh=mesh, **options).apply(run)
+    for number in (1.0, 1.0, 2.0, 1.0):
+        net = adding(number)
+        np.testing.assert_allclose(planned(net, X), run(net, X), rtol=1e-6)
+    with pytest.raises(cfp.PlanMismatch, match=r"structure changed .*net/act = "):
+        planned(acting(lambda: jnp.sin), X)
+
+
 def test_what_cannot_be_hashed_is_refused():
     _, acting = nets()
     odd = eqx.tree_at(lambda net: net.act, acting, np.array(["adam"]))

@@ -168,7 +168,11 @@ def find_passing(frame: Frame, segments: Sequence[Segment]) -> Mapping[Pair, lis
     place = {op: segment.index for segment in segments for op in segment.ops}
     for value, maker in _made(frame, segments, place):
         readers = _readers(frame, place, value)
-        for reader in _nearest(segments, maker, readers):
+        nearest: dict[tuple[bool, int], int] = {}
+        for reader in sorted(readers, key=lambda index: abs(index - maker)):
+            if reader != maker:
+                nearest.setdefault((reader > maker, segments[reader].kind), reader)
+        for reader in nearest.values():
             found.setdefault((maker, reader), []).append(value)
     return found
 
@@ -202,19 +206,6 @@ def _readers(frame: Frame, place: Mapping[int, int], value: int) -> set[int]:
     program = frame.program
     tops = (program.top_level(user) for user, _ in program.uses(value))
     return {place[op] for op in tops if op in place}
-
-
-def _nearest(
-    segments: Sequence[Segment], maker: int, readers: Iterable[int]
-) -> Iterator[int]:
-    """Yields the nearest readers of each kind before and behind the maker."""
-    seen: set[tuple[bool, int]] = set()
-    for reader in sorted(readers, key=lambda index: abs(index - maker)):
-        mark = reader > maker, segments[reader].kind
-        if reader == maker or mark in seen:
-            continue
-        seen.add(mark)
-        yield reader
 
 
 def update_blocks(frame: Frame) -> set[int]:
@@ -484,15 +475,9 @@ def _looked_up(
     def is_index(v: int) -> bool:
         return values[v].dtype in _INTEGERS
 
-    def indices(op: Op) -> bool:
-        return all(map(is_index, op.results))
-
-    def of_a_table(op: Op) -> bool:
-        return op.kind in _ROWS_PASS
-
     start = [v for v in rows if is_index(v) and len(values[v].shape) >= 2]
-    index = {*flow.made_of(start, indices)}
-    table = {*flow.made_of(tables, of_a_table)}
+    index = {*flow.made_of(start, lambda op: all(map(is_index, op.results)))}
+    table = {*flow.made_of(tables, lambda op: op.kind in _ROWS_PASS)}
     for op in program.ops:
         if op.kind != "gather" or op.operands[0] not in table:
             continue

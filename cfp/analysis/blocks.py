@@ -199,7 +199,7 @@ class _Labels:
     def _reattach(self, labels: list[int]) -> None:
         """Relabels ops that share no dim with their block (masks), like neighbours."""
         before = list(labels)
-        ops = self._by_block(labels)
+        ops = _by_block(labels)
         for label, members in enumerate(self.members):
             mine = ops.get(label, [])
             for op_id, (_, is_shared) in self._lacking(mine, members, mine).items():
@@ -217,7 +217,7 @@ class _Labels:
         own block, without the batch dim, would replicate them, so they follow the
         activations. Sums over the batch in the backward pass follow, too.
         """
-        ops = self._by_block(labels)
+        ops = _by_block(labels)
         for label in self.by_rank:
             mine = ops.get(label, [])
             found = self._lacking(mine, self.members[label], mine)
@@ -235,15 +235,7 @@ class _Labels:
             for other in targets:
                 rest = [op for op in lacking if labels[op] == label]
                 self._move(rest, ops, other, labels)
-            ops = self._by_block(labels) if targets else ops
-
-    @staticmethod
-    def _by_block(labels: list[int]) -> dict[int, list[int]]:
-        ops: dict[int, list[int]] = {}
-        for op_id, label in enumerate(labels):
-            if label != NONE:
-                ops.setdefault(label, []).append(op_id)
-        return ops
+            ops = _by_block(labels) if targets else ops
 
     def _broadcast(self, ops: list[int], lacking: dict[int, Set[int]]) -> set[int]:
         """Returns ops that add dims with factors of `lacking`, behind contractions."""
@@ -347,6 +339,14 @@ class _Labels:
         return found
 
 
+def _by_block(labels: list[int]) -> dict[int, list[int]]:
+    ops: dict[int, list[int]] = {}
+    for op_id, label in enumerate(labels):
+        if label != NONE:
+            ops.setdefault(label, []).append(op_id)
+    return ops
+
+
 # Parts without contractions get a block if they have a tensor of this many elements;
 # random keys and counters have fewer.
 _MIN_ELEMENTS = 64
@@ -390,15 +390,12 @@ def find_blocks(
     while extra := _extra_anchors(flow, labels, update_ops):
         members += extra
         labels = _Labels(flow, members, update_ops).run()
-    ops: list[list[int]] = [[] for _ in members]
-    for op_id, label in enumerate(labels):
-        if label >= 0:
-            ops[label].append(op_id)
+    ops = _by_block(labels)
     names = block_names(flow, [m[0].op for m in members], parameters)
     anchors = [program.ops[m[0].op] for m in members]
     weights = [weight_place(flow, anchor, parameters) for anchor in anchors]
     return tuple(
-        Block(i, tuple(m), tuple(ops[i]), names[i], weights[i])
+        Block(i, tuple(m), tuple(ops.get(i, ())), names[i], weights[i])
         for i, m in enumerate(members)
     )
 

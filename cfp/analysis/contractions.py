@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 from cfp.program.graph import Op, Program, call_flops
@@ -263,7 +264,7 @@ def _made_by_contractions(program: Program) -> list[bool]:
     for op in program.ops:
         for v in op.reads:
             for outside, inside in program.entered(v):
-                made[inside] = made[inside] or made[outside]
+                made[inside] |= made[outside]
         flag = is_contraction(op) or any(made[v] for v in op.reads)
         for result in op.results:
             made[result] = flag
@@ -479,15 +480,10 @@ class _Numbering:
         return Numbers(numbers, self.views)
 
     def _invariant_entries(self) -> set[int]:
-        found = set()
-        for op in self.program.ops:
-            if op.kind != "while":
-                continue
-            body_args = op.entries[len(op.operands) :]
-            for arg, yielded in zip(body_args, op.yields, strict=True):
-                if arg == yielded:
-                    found.add(arg)
-        return found
+        loops = [op for op in self.program.ops if op.kind == "while"]
+        body_args = chain(*(op.entries[len(op.operands) :] for op in loops))
+        yields = chain(*(op.yields for op in loops))
+        return {a for a, y in zip(body_args, yields, strict=True) if a == y}
 
     def _bind(self, value: int, invariant: set[int]) -> int:
         """Returns a value's number; an invariant argument has its initial value's."""
@@ -661,10 +657,9 @@ class _Numbering:
                 continue
             self.numbers[result] = number = self.fresh()
             update = self.program.maker(yielded)
-            if update is None or update.kind != "dynamic_update_slice":
-                continue
-            if update.operands[0] == arg:
-                self.stacked[number] = self.numbers[update.operands[1]]
+            if update is not None and update.kind == "dynamic_update_slice":
+                if update.operands[0] == arg:
+                    self.stacked[number] = self.numbers[update.operands[1]]
 
 
 def _is_opaque(op: Op) -> bool:

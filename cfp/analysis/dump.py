@@ -86,12 +86,11 @@ def block_lines(frame: Frame, block: Block) -> Iterator[str]:
     """
     program = frame.program
     yield f"Parallel Block {block.index}:"
-    contractions = set()
     for member in block.members:
-        contractions.add(member.op)
         yield f"    {op_line(program, program.ops[member.op])}"
         numbers = plan_numbers(frame, block, member)
         yield "    Plan: " + "".join(f"{number}, " for number in numbers)
+    contractions = {member.op for member in block.members}
     for op_id in block.ops:
         if op_id not in contractions:
             yield f"    {op_line(program, program.ops[op_id])}"

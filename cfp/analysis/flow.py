@@ -352,9 +352,7 @@ def _shortened(paths: Sequence[str]) -> list[str]:
     end = 0
     while len(split) > 1 and end < shortest - start - 1 and _same(split, -1 - end):
         end += 1
-    return [
-        "/".join(path.split("/")[start : len(path.split("/")) - end]) for path in paths
-    ]
+    return ["/".join(path.split("/")[start : -end or None]) for path in paths]
 
 
 def _same(

@@ -398,22 +398,14 @@ def constraints(layout: Layout, ops: Set[int] | None = None) -> Constraints:
     for op_id in layout.axes:
         if ops is not None and op_id not in ops:
             continue
-        for result in program.ops[op_id].results:
-            if not program.shape(result):
-                continue
+        for result in filter(program.shape, program.ops[op_id].results):
             if not _is_constrained_behind(layout, result, ops):
                 values[result] = layout.value_spec[result]
     uses: dict[tuple[int, int], Spec] = {}
     for op in program.ops if ops is None else [program.ops[i] for i in ops]:
         for index, v in enumerate(op.reads):
-            value = program.values[v]
-            if not value.shape:
-                continue
-            wanted = layout.use_spec(op.id, index)
-            if wanted is None:
-                continue
-            have = layout.spec(v)
-            if have is not None and have != wanted:
+            wanted = layout.use_spec(op.id, index) if program.shape(v) else None
+            if wanted is not None and layout.spec(v) not in (None, wanted):
                 uses[op.id, index] = wanted
     return Constraints(values, uses)
 

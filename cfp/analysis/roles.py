@@ -241,11 +241,10 @@ class _Walk:
     def _run(self) -> list[AxisChoice]:
         program = self.program
         choices = [AxisChoice()] * len(self.frame.blocks)
-        anchors = self.anchors
         for op in program.ops:
-            if op.id in anchors:
+            if op.id in self.anchors:
                 choice = _first(op.known_rule, self._wish(op), self.size)
-                choices[anchors[op.id]] = choice
+                choices[self.anchors[op.id]] = choice
                 self._mark_result(op, choice)
             elif op.rule is not None:
                 if any(map(self._marks, op.operands)):
@@ -261,11 +260,9 @@ class _Walk:
 
     def joining(self) -> dict[int, Ranks]:
         """Returns rank-0 marks of unmarked operands with a result's marked rows."""
-        program = self.program
-        computed = self.computed
         found: dict[int, Ranks] = {}
-        for op in reversed(program.ops):
-            if op.rule is None or computed.isdisjoint(op.results):
+        for op in reversed(self.program.ops):
+            if op.rule is None or self.computed.isdisjoint(op.results):
                 continue
             same = (self.same.get(r, r) for r in op.results)
             results = [found.get(r) or self._marks(r) for r in same]
@@ -365,10 +362,8 @@ class _Walk:
             # With fewer groups of heads than devices, for example, a merged dim splits.
             outer = self._common_factor(op, rule, [])
         carried = self._carried(op, rule) if self.follows_batch else _NOTHING
-        if outer in carried or outer == NONE:
-            self._mark(op, rule, carried)
-        else:
-            self._mark(op, rule, {outer: 0})
+        is_known = outer in carried or outer == NONE
+        self._mark(op, rule, carried if is_known else {outer: 0})
 
     def _wish(self, op: Op) -> list[AxisChoice]:
         """Returns the choices that the role prefers for this block, best first."""
@@ -398,12 +393,12 @@ class _Walk:
             return [AxisChoice(common)]
         contracted = [f for f in arriving if f in rule.reduction]
         if contracted:
-            return self._reduced(rule, contracted[0], kept)
+            return self._reduced(contracted[0], kept)
         if not weights or len(weights) == len(rule.operands):
             return [AxisChoice(f) for f in kept if f in arriving]
         if op.kind == "gather":
             table = [f for f in sorted(rule.reduction) if f in own[0]]
-            return [c for f in table for c in self._reduced(rule, f, kept)]
+            return [c for f in table for c in self._reduced(f, kept)]
         others = set[int | None]().union(
             *(factors for i, factors in enumerate(own) if i not in weights)
         )
@@ -465,7 +460,7 @@ class _Walk:
         is_made = value in self.computed and not self.weight[value]
         return is_made and not self._marks(value)
 
-    def _reduced(self, rule: Rule, factor: int, kept: list[int]) -> list[AxisChoice]:
+    def _reduced(self, factor: int, kept: list[int]) -> list[AxisChoice]:
         plain = AxisChoice(factor)
         if self.role == "sequence" and len(kept) > 1:
             return [AxisChoice(factor, kept[1]), plain]

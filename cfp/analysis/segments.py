@@ -49,7 +49,11 @@ def find_segments(frame: Frame) -> tuple[Segment, ...]:
     """Cuts the blocks of a program into segments, with kinds of equal segments."""
     units = _units(frame)
     program = frame.program
-    marks = _fingerprints(frame, units)
+    prints, numbers = [block_fingerprint(program, b) for b in frame.blocks], {}
+    marks = [
+        numbers.setdefault(tuple(prints[b] for b in unit), len(numbers))
+        for unit in units
+    ]
     upstream = _units_upstream(frame, units)
     loops = [_is_loop(frame, unit) for unit in units]
     cuts = _Cutter(marks, upstream, loops).cut(0, len(units))
@@ -146,15 +150,6 @@ def _is_loop(frame: Frame, unit: list[int]) -> bool:
         for b in unit
         for m in frame.blocks[b].members
     )
-
-
-def _fingerprints(frame: Frame, units: list[list[int]]) -> list[Hashable]:
-    marks = [block_fingerprint(frame.program, b) for b in frame.blocks]
-    numbers: dict[Hashable, int] = {}
-    return [
-        numbers.setdefault(tuple(marks[b] for b in unit), len(numbers))
-        for unit in units
-    ]
 
 
 def block_fingerprint(program: Program, block: Block) -> Hashable:
@@ -284,11 +279,8 @@ def _best_repeats(
                 while count >= 2 and not _in_series(upstream, start, period, count):
                     count -= 1
                 if count >= 2 and count * period > covered:
-                    best, covered = [], count * period
-                if count >= 2 and (count * period, period) == (
-                    covered,
-                    best[0][1] if best else period,
-                ):
+                    best, covered = [(start, period, count)], count * period
+                elif count >= 2 and (count * period, period) == (covered, best[0][1]):
                     best.append((start, period, count))
             run = 0
     return best
@@ -296,12 +288,10 @@ def _best_repeats(
 
 def _in_series(upstream: Sequence[int], start: int, period: int, count: int) -> bool:
     """True if each repeat reads the one before; `upstream` has bit masks by unit."""
-    for repeat in range(1, count):
-        first = start + repeat * period
-        own = upstream[first : first + period]
-        if not any(_reads_from(units, first - period, first) for units in own):
-            return False
-    return True
+    return all(
+        any(_reads_from(units, at - period, at) for units in upstream[at : at + period])
+        for at in range(start + period, start + count * period, period)
+    )
 
 
 def _restart(

@@ -115,9 +115,6 @@ def limit_options(
     }
 
 
-Compile = Callable[[Sequence[Candidate]], Sequence[RaceResult]]
-
-
 def expected_ms(candidate: Candidate) -> float:
     """Predicted step time, ms, corrected for a memory limit; infinity if unknown."""
     if candidate.predicted_ms is None:
@@ -307,7 +304,7 @@ class _Admission:
 
 def compile_until_enough_fit(
     candidates: Sequence[Candidate],
-    compile_all: Compile,
+    compile_all: Callable[[Sequence[Candidate]], Sequence[RaceResult]],
     *,
     memory: MemoryBudget | None,
     size_of: Callable[[Candidate], CompiledBytes | None],
@@ -497,17 +494,16 @@ def _error(
     }
     needed_bytes = size.peak_bytes + reserve_bytes
     parts = [(name, size) for name, size in Counter(use).most_common() if size > 0]
-    uses = [
+    uses = ", ".join(
         f"{name} {format_bytes(size)} ({size / needed_bytes:.0%})"
         for name, size in parts
         if size >= _WORTH_NAMING * needed_bytes
-    ]
-    lines = [first, f"That memory is for: {', '.join(uses)}."]
+    )
     large = {name for name, size in parts if size >= _WORTH_A_REMEDY * needed_bytes}
     advice = _advice(analysis, choice, [n for n, _ in parts], large)
-    lines.append(f"Raise the budget{advice}")
+    text = f"{first}\n  That memory is for: {uses}.\n  Raise the budget{advice}"
     return MemoryBudgetError(
-        "\n  ".join(lines), smallest_feasible_bytes=needed_bytes, contributors=parts
+        text, smallest_feasible_bytes=needed_bytes, contributors=parts
     )
 
 

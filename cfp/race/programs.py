@@ -176,12 +176,8 @@ def with_kernels(
             for segment in analysis.segments
         }
         kept = [
-            [
-                i
-                for i in problem.allowed(kind)
-                if options[i].candidate.as_written == own[kind]
-            ]
-            for kind, options in enumerate(problem.options)
+            [i for i in problem.allowed(k) if row[i].candidate.as_written == own[k]]
+            for k, row in enumerate(problem.options)
         ]
         if all(kept) and (best := solve(free.among(kept))) is not None:
             found[name] = whole_choice(analysis, problem, best)
@@ -212,11 +208,6 @@ class RaceProgram:
     candidate: Candidate
     job: Job
     stands_on: tuple[Program, Mesh] | None = None
-
-    @property
-    def name(self) -> str:
-        """Name in a plan's table of candidates."""
-        return self.candidate.name
 
     @property
     def identity(self) -> str:

@@ -96,7 +96,7 @@ def time_flags(builder: Builder, best: RaceResult) -> tuple[tuple[str, float], .
         key = ProfileKey((*one.job.key.parts, ("flag", text)))
         record = context.store.get(key.digest)
         if record is None and built is not None and not context.is_over:
-            context.measure.tell(f"timing {one.name!r} with {text}")
+            context.measure.tell(f"timing {best.name!r} with {text}")
             with builder.in_flight as at, at.doing(key, text, "run", best.time_ms):
                 record = run(replace(built, key=key), one.job, program, context.devices)
             context.store.put(record)
@@ -218,7 +218,10 @@ class _Turns:
                 self.warm_up()
             for one in made:
                 one.result()
-        self.take_looks(looks)
+        for digest in self.order:
+            one = self.programs[digest]
+            if (found := looks.get(one.identity)) is not None:
+                self.records[digest] = one.own(found)
         for number in range(self.rounds):
             if has_look and number == 0:
                 self.look()
@@ -260,13 +263,6 @@ class _Turns:
         if not warm.ok:
             self.records[digest] = warm
             del self.order[0]
-
-    def take_looks(self, looks: Mapping[str, ProfileRecord]) -> None:
-        """Takes over short timings of another race, ``{identity: record}``."""
-        for digest in self.order:
-            one = self.programs[digest]
-            if (found := looks.get(one.identity)) is not None:
-                self.records[digest] = one.own(found)
 
     def look(self) -> None:
         """Times each program shortly that has no time; looks do not count as turns."""

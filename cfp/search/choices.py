@@ -42,25 +42,19 @@ BEAM_WIDTH = 256
 
 def whole_choice(analysis: Analysis, problem: Problem, found: Assignment) -> Choice:
     """Converts a solver's option numbers to a choice for the whole program."""
-    frame = analysis.frame
+    frame, pairs = analysis.frame, zip(analysis.segments, found.picks, strict=True)
+    picked = [(s, problem.options[s.kind][pick].candidate) for s, pick in pairs]
     strategies: dict[int, Strategy] = {}
     storage = [Storage.USED] * len(frame.groups)
-    remat, kernels = [], []
-    for segment, pick in zip(analysis.segments, found.picks, strict=True):
-        candidate = problem.options[segment.kind][pick].candidate
-        for block, strategy in zip(segment.blocks, candidate.strategies, strict=True):
-            strategies[block] = strategy
+    for segment, candidate in picked:
+        strategies |= zip(segment.blocks, candidate.strategies, strict=True)
         for group in segment.groups:
             storage[group] = candidate.storage
-        if candidate.remat:
-            remat.append(segment.index)
-        if candidate.kernels:
-            kernels.append((segment.index, candidate.kernels))
     return Choice(
         tuple(strategies[block.index] for block in frame.blocks),
         tuple(storage),
-        tuple(remat),
-        tuple(kernels),
+        tuple(s.index for s, one in picked if one.remat),
+        tuple((s.index, one.kernels) for s, one in picked if one.kernels),
     )
 
 

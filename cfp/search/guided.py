@@ -400,16 +400,11 @@ def _written_twice(
     found = []
     for kind, estimate in enumerate(maker.estimates):
         mine = [item for item in first if item.kind == kind]
-        pairs = [
-            (item, [one for one in mine if one.candidate.as_written == item.candidate])
-            for item in mine
-            if not item.candidate.kernels
-        ]
-        both = [
-            (item, [one for one in ways if one is not item])
-            for item, ways in pairs
-            if len(ways) > 1
-        ]
+        both = []
+        for item in (one for one in mine if not one.candidate.kernels):
+            own = (one for one in mine if one.candidate.as_written == item.candidate)
+            if ways := [one for one in own if one is not item]:
+                both.append((item, ways))
         best_ms = [estimate.total_ms(item.candidate) for item, _ in both]
         reference = best_ms.index(min(best_ms)) if both else 0
         found += [

@@ -107,10 +107,9 @@ class Problem:
     def cost_ms(self, picks: Sequence[int]) -> float:
         """Computes the predicted step time of one option index per segment, ms."""
         total = sum((option.time_ms for option in self.picked(picks)), self.fixed_ms)
-        for i in range(len(picks) - 1):
-            matrix = self.edge_ms.get((self.kinds[i], self.kinds[i + 1]))
-            if matrix is not None:
-                total += matrix[picks[i]][picks[i + 1]]
+        for i, pair in enumerate(pairwise(self.kinds)):
+            if pair in self.edge_ms:
+                total += self.edge_ms[pair][picks[i]][picks[i + 1]]
         for (i, j), matrix in self.far_ms.items():
             total += matrix[picks[i]][picks[j]]
         return total
@@ -133,9 +132,8 @@ class Problem:
 
     def fits(self, picks: Sequence[int]) -> bool:
         """True if a choice stays within the budget, or there is no budget."""
-        return self.budget_bytes is None or (
-            self.memory_bytes(picks) <= self.budget_bytes
-        )
+        budget = self.budget_bytes
+        return budget is None or self.memory_bytes(picks) <= budget
 
     def solution(self, picks: Sequence[int]) -> Assignment:
         """Returns the picks with their time and memory."""
@@ -467,14 +465,9 @@ class _Partials(NamedTuple):
     open: dict[int, np.ndarray]
 
     def take(self, rows: np.ndarray) -> _Partials:
-        return _Partials(
-            cost_ms=self.cost_ms[rows],
-            kept=self.kept[rows],
-            peak=self.peak[rows],
-            pick=self.pick[rows],
-            before=self.before[rows],
-            open={maker: classes[rows] for maker, classes in self.open.items()},
-        )
+        *columns, open_ = self
+        taken = {maker: classes[rows] for maker, classes in open_.items()}
+        return _Partials(*(column[rows] for column in columns), open=taken)
 
 
 def _walk(chain: Chain, most_ms: float, price: float) -> tuple[list[int] | None, bool]:

@@ -344,9 +344,8 @@ def cluster_of(text: str) -> Cluster:
         rows = next(n for n in range(isqrt(count), 0, -1) if count % n == 0)
         text = f"{chips[1]}:{rows}x{count // rows}"
     slice_, match = _SLICE.fullmatch(text), _SHORT.fullmatch(text)
-    words, torus = match or slice_, ()
-    if slice_ is not None:
-        torus = tuple(map(int, slice_[2].split("x")))
+    words = match or slice_
+    torus = tuple(map(int, slice_[2].split("x"))) if slice_ else ()
     found = kind(words["kind"]) if words else None
     if found is None or len(torus) != found.torus_dims:
         raise CfpError(
@@ -594,9 +593,8 @@ def description_of(mesh: Mesh, rates: Rates) -> str:
         )
     [(axis, count)] = sizes.items()
     device = mesh.local_devices[0]
-    source = (
-        f"measured on {count} of {device.device_kind}, {datetime.now(UTC):%Y-%m-%d}"
-    )
+    day = f"{datetime.now(UTC):%Y-%m-%d}"
+    source = f"measured on {count} of {device.device_kind}, {day}"
     numbers = {
         "memory_gib": _memory_bytes(mesh) / 2**30,
         **{f"{t}_tflop_per_s": r / 1e9 for t, r in rates.matmul_flops_per_ms.items()},

@@ -534,7 +534,8 @@ def _sums_within_others(program: Program, kernels: Mapping[int, Reads]) -> set[i
         own = sum(program.values[v].size_bytes for v in op.results)
         for v in reads:
             readers[v].append(op_id)
-        if op.kind == "reduce" and _is_along_rows(op):
+        last_dim = op.known_rule.operands[0][-1:] if op.kind == "reduce" else ()
+        if any(f in op.known_rule.reduction for dim in last_dim for f in dim):
             rows[op_id] = {v for v, size in reads.items() if size > own}
     found = set()
     for op_id, read in rows.items():
@@ -544,8 +545,3 @@ def _sums_within_others(program: Program, kernels: Mapping[int, Reads]) -> set[i
         ):
             found.add(op_id)
     return found
-
-
-def _is_along_rows(op: Op) -> bool:
-    rule = op.known_rule
-    return any(f in rule.reduction for dim in rule.operands[0][-1:] for f in dim)

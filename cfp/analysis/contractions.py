@@ -385,10 +385,8 @@ class DimClasses:
         rule, program = op.rule, self._program
         if rule is None:
             return
-        for values, tensors in (
-            (op.operands, rule.operands),
-            (op.results, rule.results),
-        ):
+        both = (op.operands, rule.operands), (op.results, rule.results)
+        for values, tensors in both:
             for value, dims in zip(values, tensors, strict=False):
                 if program.is_leaf(value):
                     continue

@@ -306,8 +306,7 @@ class Layout:
             found = self.value_spec.get(loop.operands[place])
         for entry in loop.entered(place):
             found = found or self.read_spec(entry)
-        if found is None:
-            found = self._made_spec(loop.yields[place])
+        found = found or self._made_spec(loop.yields[place])
         return found or ((),) * len(program.shape(result))
 
     def _branch_spec(self, result: int) -> Spec:
@@ -357,21 +356,17 @@ class Layout:
         for op_id in self.frame.barrier_ops:
             op = program.ops[op_id]
             for value, result in zip(op.operands, op.results, strict=True):
-                spec = self.spec(value)
-                if spec is not None:
+                if (spec := self.spec(value)) is not None:
                     self.value_spec[result] = spec
 
     def _scattered(self, value: int, natural: Spec) -> Spec:
         """Returns a partial sum's spec: its first reader's if finer than `natural`."""
         for user, index in sorted(self.frame.program.users[value]):
-            if user not in self.axes:
-                continue
-            wanted = self.use_spec(user, index)
-            if wanted is None:
-                continue
-            pairs = zip(natural, wanted, strict=True)
-            adds = all(want[: len(have)] == have for have, want in pairs)
-            return wanted if adds else natural
+            wanted = self.use_spec(user, index) if user in self.axes else None
+            if wanted is not None:
+                pairs = zip(natural, wanted, strict=True)
+                adds = all(want[: len(have)] == have for have, want in pairs)
+                return wanted if adds else natural
         return natural
 
 

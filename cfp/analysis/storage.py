@@ -194,10 +194,7 @@ class _Finder:
             return False
         if op.kind == "dynamic_update_slice":
             return op.parent >= 0 and self._stacks(op)
-        if op.rule.fixed:
-            return False
-        result = squeeze(program.shape(op.results[0]))
-        if result != shape:
+        if op.rule.fixed or squeeze(program.shape(op.results[0])) != shape:
             return False
         if op.kind in _VIEWS:
             source = squeeze(program.shape(op.operands[0]))
@@ -363,16 +360,10 @@ class _Finder:
 
 def _carried_dims(op: Op, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
     """Returns the parameter's dim, or None, for each dim of a view's result."""
-    of_factor = {
-        op.known_rule.major(factors): dims[d]
-        for d, factors in enumerate(op.known_rule.operands[0])
-    }
-    return tuple(
-        None
-        if (major := op.known_rule.major(factors)) is None
-        else of_factor.get(major)
-        for factors in op.known_rule.results[0]
-    )
+    rule = op.known_rule
+    of_factor = dict(zip(map(rule.major, rule.operands[0]), dims, strict=True))
+    of_factor[None] = None  # Dims of size 1.
+    return tuple(map(of_factor.get, map(rule.major, rule.results[0])))
 
 
 def is_gradient(program: Program, value: int, ends: Set[int] = frozenset()) -> bool:

@@ -56,15 +56,9 @@ def axis_choices(rule: Rule, axis_size: int) -> list[AxisChoice]:
             choices.append(AxisChoice(f))
             choices.extend(AxisChoice(f, e) for e in in_result)
     columns, rows = _looked_up(rule)
-    choices.extend(
-        AxisChoice(f, e)
-        for f in in_result
-        if f in columns
-        for e in in_result
-        if e in rows
-    )
-    choices.append(AxisChoice())
-    return choices
+    pairs = product(in_result, repeat=2)
+    choices += [AxisChoice(f, e) for f, e in pairs if f in columns and e in rows]
+    return [*choices, AxisChoice()]
 
 
 def _looked_up(rule: Rule) -> tuple[set[int], set[int]]:

@@ -266,12 +266,9 @@ def modules_in(hlo_text: str) -> Iterator[Module]:
                 module.header = line
             elif line[:1] not in ("", " ", "}"):
                 # Other lines are tables of source files and stack frames.
-                header = _HEADER.match(line)
-                if header is not None:
-                    current, inside = (
-                        module.computations.setdefault(header[2], []),
-                        True,
-                    )
+                if (header := _HEADER.match(line)) is not None:
+                    current = module.computations.setdefault(header[2], [])
+                    inside = True
                     module.entry = header[2] if header[1] else module.entry
             elif line[:1] == "}" and line[:2] != "})":
                 inside = False
@@ -498,15 +495,12 @@ class _Computation:
             if one.opcode in _READS_NOTHING and not one.root:
                 continue
             for operand in [one.name] if one.opcode in _PARTS else one.operands:
-                for read in self._all(operand):
-                    found = overwritten.get(read)
-                    if found is None and not read[1]:
-                        found = late_parts.get(read[0])
+                for of, path in self._all(operand):
+                    found = overwritten.get((of, path))
+                    if found is None and not path:
+                        found = late_parts.get(of)
                     if found is not None and found[0] < self._place[one.name]:
-                        return (
-                            f"%{one.name} reads %{read[0]} after %{found[1]} "
-                            "wrote there"
-                        )
+                        return f"%{one.name} reads %{of} after %{found[1]} wrote there"
         return None
 
     @cached_property

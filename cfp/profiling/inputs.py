@@ -79,8 +79,7 @@ def _picks(program: Program, op: Op) -> list[tuple[int, int]]:
 def _counted(program: Program, value: int) -> int:
     """Returns the length of an iota among a value's `sources`; 0 without one."""
     for source in sources(program, value):
-        producer = program.values[source].producer
-        op = program.ops[producer] if producer >= 0 else None
+        op = program.maker(source)
         if op is not None and op.kind == "iota":
             [dim] = op.integers("iota_dimension")
             return program.values[source].shape[dim]
@@ -177,16 +176,9 @@ def make_inputs(
       kinds: kinds of the arrays; equal ones share an array.
       donated: positions of donated arguments, which share no array.
     """
-    shared: dict[InputKind, jax.Array] = {}
-    arrays = []
-    for place, kind in enumerate(kinds):
-        if place in donated:
-            arrays.append(generator(kind, mesh)())
-            continue
-        if kind not in shared:
-            shared[kind] = generator(kind, mesh)()
-        arrays.append(shared[kind])
-    return arrays
+    keys = [(kind, i if i in donated else -1) for i, kind in enumerate(kinds)]
+    made = {key: generator(key[0], mesh)() for key in dict.fromkeys(keys)}
+    return [made[key] for key in keys]
 
 
 @lru_cache(maxsize=4096)

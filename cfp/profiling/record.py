@@ -227,8 +227,7 @@ class ProfileKey:
 
     def __post_init__(self):
         names = [name for name, _ in self.parts]
-        doubled = sorted({name for name in names if names.count(name) > 1})
-        if doubled:
+        if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"expected every part once, got several of {doubled}")
 
     @property

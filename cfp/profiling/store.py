@@ -244,11 +244,8 @@ def _damage(connection: sqlite3.Connection) -> str:
         # Errors of Python's sqlite3 have no code. The low byte is the error, the others
         # are details. The statements are correct, so that SQLITE_ERROR is of the file.
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        if code in (
-            sqlite3.SQLITE_CORRUPT,
-            sqlite3.SQLITE_NOTADB,
-            sqlite3.SQLITE_ERROR,
-        ):
+        damaged = sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR
+        if code in damaged:
             return str(error)
         raise
     return ""

@@ -394,8 +394,7 @@ class Command(TyperCommand):
         """Writes arguments and options under their headings."""
         panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record is not None:
+            if (record := param.get_help_record(ctx)) is not None:
                 kind = param.param_type_name
                 usual = "Arguments" if kind == "argument" else "Options"
                 heading = getattr(param, "rich_help_panel", None) or usual
@@ -404,12 +403,6 @@ class Command(TyperCommand):
             if rows:
                 with formatter.section(name):
                     formatter.write_dl(rows)
-
-
-def is_given(ctx: typer.Context, name: str) -> bool:
-    """Returns True if the user gave a parameter on the command line."""
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def mode_of(
@@ -425,7 +418,8 @@ def mode_of(
         CfpError: given parameters exclude each other, or one lacks its mode.
     """
     flags = {p.name: max(p.opts, key=len) for p in ctx.command.params}
-    given = [name for name in ctx.params if is_given(ctx, name)]
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+    given = [n for n, s in sources.items() if s is not None and s.name == "COMMANDLINE"]
     mode = next((name for name in modes if name in given), None)
     for name in given:
         if mode is not None and name != mode and name not in modes[mode]:

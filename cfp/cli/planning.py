@@ -49,7 +49,6 @@ from cfp.profiling.collectives import measure_rates
 from cfp.profiling.record import environment_parts, other_kind
 from cfp.profiling.store import ProfileStore, read_export, store_path
 from cfp.profiling.tasks import MeasureOptions
-from cfp.search.requests import Profiles
 from cfp.settings import Dimension
 from cfp.targets import MICROBATCHES, Target, resolve
 from cfp.view import passes
@@ -479,18 +478,15 @@ def search_stored(
     stored = replace(options, settings=replace(settings, measure=False))
     with stored.context(session.mesh) as context:
         profiles = profile_segments(context, session.analysis)
-        _check_complete(profiles)
+        jobs = (job for item in profiles.rounds[0] for job in item.jobs)
+        wanted = {job.key.digest: job for job in jobs}
+        missing = [job for key, job in wanted.items() if key not in profiles.records]
+        if missing:
+            raise CfpError(
+                f"{len(missing)} of {len(wanted)} measurements are missing, first "
+                f"{missing[0].label!r}.\nRun cfp profile first, with the same target "
+                "and options; or cfp plan, on virtual CPU devices with --measure."
+            )
     # If nothing fits, no further presets are measured.
     profiles = replace(profiles, has_all_presets=True)
     return run_passes(replace(session, profiles=profiles), options)
-
-
-def _check_complete(profiles: Profiles) -> None:
-    wanted = {job.key.digest: job for item in profiles.rounds[0] for job in item.jobs}
-    missing = [job for key, job in wanted.items() if key not in profiles.records]
-    if missing:
-        raise CfpError(
-            f"{len(missing)} of {len(wanted)} measurements are missing, first "
-            f"{missing[0].label!r}.\nRun cfp profile first, with the same target and "
-            "options; or cfp plan, on virtual CPU devices with --measure."
-        )

@@ -321,10 +321,8 @@ def _check_lines(trial: Trial) -> Iterator[str]:
             f"{nearest.relative_l2:.2g} (relative L2), {share:.0%} of what is allowed"
         )
         if nearest.relative_l2 > trial.tolerance:
-            text += (
-                f"; above {trial.tolerance:g}, but no more than rounding does there "
-            )
-            text += rounding
+            text += f"; above {trial.tolerance:g}, but no more than rounding does "
+            text += f"there {rounding}"
     yield text
     if undecided := sorted(map(trial.named, trial.undecided)):
         names = few(undecided, most=_FAILURES_SHOWN)

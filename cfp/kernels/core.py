@@ -396,19 +396,30 @@ class Core:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Names of the narrowest dtypes of the two products' operands, by name."""
+        """Names of dtypes that hold the two products' operands, by name."""
         mix = self.steps[self.outputs["dv" if self.is_backward else "out"]]
         weights = next(i for i, arg in enumerate(mix.args) if isinstance(arg, int))
         uses = {name: self.reads[name].use for name in ("q", "k", "v")}
         uses["weights"] = mix.op.id, weights
-        reads = {name: self._value(self.early(use)) for name, use in uses.items()}
-        return {name: numpy_dtype(value.dtype).name for name, value in reads.items()}
+        return {name: self._narrowest(use) for name, use in uses.items()}
+
+    def _narrowest(self, use: Use) -> str:
+        """Name of the narrowest dtype of an operand and of what views make it from."""
+        program, values = self.every.program, self.every.values
+        node, found = (self._value(use).id, ()), list[np.dtype]()
+        while True:
+            node = values.source(node)
+            dtype, maker = program.values[node[0]].dtype, program.maker(node[0])
+            found += [numpy_dtype(dtype)] if dtype in FLOATS else []
+            if dtype not in FLOATS or maker is None or maker.kind not in VIEWS:
+                return min(found, key=lambda one: one.itemsize).name
+            node = maker.operands[0], node[1]
 
     def _value(self, use: Use) -> Value:
         program = self.every.program
         return program.values[program.ops[use[0]].operands[use[1]]]
 
-    def early(self, use: Use, first: int = 0) -> Use:
+    def early(self, use: Use, first: int) -> Use:
         """Returns a use, or its narrowest original, if widened after op `first`."""
         value = self._value(use)
         maker = self.every.program.maker(value.id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from math import prod
 from operator import and_, or_
 from typing import Any
@@ -236,6 +236,12 @@ class AttentionFunctions:
         return found
 
 
+def common(dtypes: Iterable[str]) -> str:
+    """Name of a dtype that holds all: float32 if they differ, however JAX promotes."""
+    first, *others = {*dtypes}
+    return "float32" if others else first
+
+
 def shown(masks: Sequence[Any], visible: Iterable[tuple[float, ...]]) -> Any:
     """Boolean array, True where masks' states are in `visible`; neither is empty."""
 
@@ -294,11 +300,8 @@ def _attend(
     if LENGTHS in sides:
         # At least one key: `_filled` replaces results of sequences without keys.
         more["key_lengths"] = jnp.clip(sides[LENGTHS], 1, k.shape[1])
-    if (
-        mask is not None
-        and meaning.by_key
-        and KERNELS[way.implementation].any_positions
-    ):
+    takes_ids = meaning.by_key and KERNELS[way.implementation].any_positions
+    if mask is not None and takes_ids:
         ids = jnp.zeros(q.shape[:2], jnp.int32)
         is_key = jnp.broadcast_to(mask[:, 0, 0], k.shape[:2])
         more["segment_ids"] = ids, is_key.astype(jnp.int32) - 1
@@ -308,26 +311,15 @@ def _attend(
     if bias is not None:
         more["bias"] = finite_bias(bias, q.dtype)
 
-    def compute(q: Array, k: Array, v: Array, **rest: Any) -> Array:
-        return attention(
-            q,
-            k,
-            v,
-            causal=meaning.causal,
-            window=window,
-            scale=meaning.scale,
-            implementation=way.implementation,
-            **rest,
-        )
-
+    how = {"causal": meaning.causal, "window": window, "scale": meaning.scale}
+    compute = partial(attention, implementation=way.implementation, **how)
     if way.roles:
         return compute(q, k, v, mesh=mesh, strategy=dict(way.roles), **more)
-    whole = PartitionSpec()
     return jax.shard_map(
         lambda q, k, v, more: compute(q, k, v, **more),
         mesh=mesh,
-        in_specs=(whole, whole, whole, whole),
-        out_specs=whole,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
         check_vma=False,
     )(q, k, v, more)
 

@@ -23,6 +23,7 @@ from cfp.kernels.functions import (
     PassShapes,
     Shaped,
     Way,
+    common,
 )
 from cfp.kernels.problem import AttentionProblem, AttentionStrategy, AxisSizes
 from cfp.kernels.proof import Proved, Reader, prove
@@ -147,8 +148,8 @@ def _match(region: Region) -> Match:
     made = [step.op for step in steps.found.values()]
     results = {t.value for core in cores for t in core.makes.values()}
     own = {v for op in made for v in op.results} | region.members | region.stacks
-    problem, held = _problem(program, passes, sizes), cores[0].dtypes
-    is_second = problem.rounds_output or problem.dtype not in (held["q"], held["k"])
+    problem, held = _problem(program, passes, sizes), _held(passes)
+    is_second = problem.rounds_output or problem.dtype != common([held["q"], held["k"]])
     product = program.ops[cores[0].reads["v"].use[0]] if is_second else dot
     found = Match(
         op=dot.id,
@@ -170,7 +171,7 @@ def _problem(
     program: Program, passes: Sequence[Proved], sizes: Mapping[str, int]
 ) -> AttentionProblem:
     first, every = passes[0], [one.meaning for one in passes]
-    meaning, dtype = first.meaning, jnp.result_type(*first.core.dtypes.values())
+    meaning, dtype = first.meaning, common(_held(passes).values())
     batch = [x for x in sizes if x[0] == "b" and x != meaning.heads]
     groups = [x for x in sizes if x[0] == "q" and x != meaning.tokens]
     kv_heads = sizes.get(meaning.heads, 1)
@@ -183,15 +184,21 @@ def _problem(
         heads=kv_heads * prod(sizes[x] for x in groups),
         kv_heads=kv_heads,
         head_dim=max(sizes.get("d", 1), sizes.get("e", 1)),
-        dtype=str(dtype),
+        dtype=dtype,
         causal=all(one.causal for one in every),
         left=meaning.left,
         segments=by_key,
         hides_keys=by_key,
         bias=any(one.sides and not one.by_key for one in every),
-        rounds_output=any(_is_kept_wide(program, v, dtype) for v in outputs),
+        rounds_output=any(_is_kept_wide(program, v, jnp.dtype(dtype)) for v in outputs),
         scale=meaning.scale,
     )
+
+
+def _held(passes: Sequence[Proved]) -> dict[str, str]:
+    """Names of dtypes that hold the operands of all passes' products, by name."""
+    every = [one.core.dtypes for one in passes]
+    return {name: common([one[name] for one in every]) for name in every[0]}
 
 
 def _is_kept_wide(program: Program, v: int, dtype: Any) -> bool:
@@ -282,8 +289,8 @@ class AttentionProposal:
         reason = refusal_of(self.site.problem, self.way, sizes, platform)
         if reason is None or self.site.problem.dtype != "float32":
             return reason
-        held = self.site.passes[0].core.dtypes
-        is_first = "float32" in (held["q"], held["k"])
+        held = _held(self.site.passes)
+        is_first = common([held["q"], held["k"]]) == "float32"
         wide = "q, k and v" if is_first else "v and the weights"
         least = next((x for x in held.values() if x != "float32"), "bfloat16")
         narrow = replace(self.site.problem, dtype=least)
@@ -382,7 +389,8 @@ def _is_of(proved: Proved) -> tuple[Any, ...]:
     core, values = proved.core, proved.core.every.values
     sides = [values.number((t.value, ())) for t in proved.reads]
     roots = [core.roots[x] for x in ("q", "k", "v")]
-    return core.parent, replace(proved.meaning, passes_hidden=False), sides, roots
+    meaning = replace(proved.meaning, passes_hidden=False)
+    return core.parent, meaning, sides, roots, core.dtypes  # Roots are not rounded.
 
 
 def _precision(program: Program, match: Match) -> str:
@@ -421,7 +429,7 @@ def _replacement(
         proposal.way,
         tuple(sorted(match.sizes.items())),
         tuple(passed),
-        match.problem.dtype,
+        common(_held(passes).values()),
         _precision(program, match),
     )
     return Replacement(NAME, match.op, tuple(stages), functions)

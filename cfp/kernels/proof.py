@@ -21,7 +21,6 @@ from itertools import chain, product
 from math import prod
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from cfp.kernels.core import KEYS, OPS, ORDER, Arg, Core, Key, Step, Tensor, contracted
@@ -34,6 +33,7 @@ from cfp.kernels.functions import (
     Letters,
     Meaning,
     SideMeaning,
+    common,
     placed,
     shown,
 )
@@ -597,7 +597,7 @@ class Reader:
 
         Rounding changes weights if all scores of a query are very low.
         """
-        dtype = jnp.result_type(*self.core.dtypes.values())
+        dtype = common(self.core.dtypes.values())
         for key, factor in self.table.biases.items():
             v = self.core.sides[key].node[0]
             if not self.values.is_leaf(v):

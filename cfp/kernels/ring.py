@@ -460,10 +460,7 @@ spread_attention.defvjp(forward, backward)
 
 
 def _run(
-    pieces: Sequence[Piece],
-    compute: Callable[..., Any],
-    so_far: Any,
-    kv: KeysValues,
+    pieces: Sequence[Piece], compute: Callable[..., Any], so_far: Any, kv: KeysValues
 ) -> Any:
     """Folds pieces into `so_far` by `compute`; those with a False `when` do not run."""
     for piece in pieces:

@@ -32,12 +32,7 @@ from cfp.kernels.kinds import known_kernels
 from cfp.printable import waiting_text
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build, default_threads
 from cfp.profiling.jobs import build_all
-from cfp.profiling.record import (
-    MEMORY_SHARE,
-    ProfileKey,
-    ProfileRecord,
-    refused_option,
-)
+from cfp.profiling.record import MEMORY_SHARE, ProfileKey, ProfileRecord, refused_option
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import InFlight, settle
 from cfp.program.graph import Program

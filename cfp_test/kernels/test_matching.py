@@ -15,7 +15,7 @@ from cfp.program.constrain import constrain
 from cfp.program.replace import erase_unread
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, planning_mesh, trace
-from cfp_test.kernels.agreement import TOLERANCE, compare, gradients_of
+from cfp_test.kernels.agreement import TOLERANCE, array_error, compare, gradients_of
 from cfp_test.kernels.replaced import Step
 from cfp_test.programs import attentive
 from cfp_test.programs.common import normal
@@ -201,6 +201,71 @@ def test_the_wide_product_of_an_attention_is_named(mesh, mix, wide, product):
     assert found.taken
     assert ("cudnn" in found.kernels) == (not wide)
     assert found.worst < TOLERANCE
+
+
+@jax.custom_vjp
+def exact_backward(q, k, v):
+    return narrow_forward(q, k, v)[0]
+
+
+def narrow_forward(q, k, v):
+    short = [x.astype("bfloat16") for x in (q, k, v)]
+    weights = jax.nn.softmax(first_product(*short[:2], "float32"))
+    out = second_product(weights.astype("bfloat16"), short[2])
+    return out, (q, k, v, weights)
+
+
+def float32_backward(kept, dout):
+    q, k, v, weights = kept
+    dout = dout.astype("float32")
+    dv = jnp.einsum("bhqk,bqhd->bkhd", weights, dout)
+    found = jnp.einsum("bqhd,bkhd->bhqk", dout, v)
+    found = weights * (found - jnp.sum(found * weights, -1, keepdims=True)) * 0.25
+    dq = jnp.einsum("bhqk,bkhd->bqhd", found, k)
+    return dq, jnp.einsum("bhqk,bqhd->bkhd", found, q), dv
+
+
+exact_backward.defvjp(narrow_forward, float32_backward)
+
+
+def test_a_backward_pass_in_float32_stays_in_float32(mesh):
+    """Though its forward pass multiplies in bfloat16: keys are large, and cancel."""
+    q, k, v = (jnp.asarray(normal(n, *SHAPE)) for n in range(3))
+    step = Step(gradients_of(exact_backward, 3), (q / 100, k + 100, v), mesh)
+    [match] = step.attentions.found.values()
+    assert [one.core.is_backward for one in match.passes] == [False, True]
+    assert match.problem.dtype == "float32"
+    planned, _ = step.with_kernel("xla", wide=False)
+    (got, *_), _ = planned(*step.args)
+    (expected, *_), _ = jax.jit(step.fn)(*step.args)
+    assert array_error(got, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("mix", [widened_queries, preferred])
+def test_widened_values_that_loops_pass_on_are_bfloat16(mesh, mix):
+    """JAX widens what is the same in all iterations before the loop."""
+
+    def repeated(q, k, v):
+        def layer(x, _):
+            return (x + mix(x, k, v)).astype(x.dtype), None
+
+        return jax.lax.scan(layer, q, length=2)[0]
+
+    args = [jnp.asarray(normal(n, *SHAPE), "bfloat16") for n in range(3)]
+    step = Step(gradients_of(repeated, 3), args, mesh)
+    [match] = step.attentions.found.values()
+    assert match.problem.dtype == "bfloat16"
+
+
+def test_dtypes_may_differ_where_jax_promotes_none(mesh):
+    def fn(q, k, v):
+        weights = jax.nn.softmax(first_product(q, k, "float32"))
+        return second_product(weights, v.astype("float32"))
+
+    q = jnp.ones(SHAPE, "bfloat16")
+    with jax.numpy_dtype_promotion("strict"):
+        [match] = Step(fn, (q, q, q), mesh).attentions.found.values()
+    assert match.problem.dtype == "float32"
 
 
 def test_a_kernel_in_bfloat16_adds_no_bias_of_float32(mesh):

@@ -317,11 +317,12 @@ class Race:
         problem, most = self.solution.problem, self.context.budget_bytes
         found = {}
         for one in self.solution.candidates:
+            if one.level is not ConstraintLevel.EVERYTHING:
+                continue
             size = prediction_of(self.analysis, problem, one.choice).peak_bytes or 0
             why = NOT_RUN if most is None or size <= most else TOO_LARGE
             row = replace(left_out(one, why), peak_bytes=size, rung="estimated")
-            if one.level is ConstraintLevel.EVERYTHING:
-                found[one.name] = row
+            found[one.name] = row
         return found | {one.name: compiled_row(one) for one in results}
 
 

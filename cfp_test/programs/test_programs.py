@@ -86,3 +86,19 @@ def test_the_check_finds_what_differs(cache):
 
     found = check_program("counting", make, MESHES["x4"], cache)
     assert found.failed.keys() == {"0: trace", "1: trace"}
+
+
+def test_a_result_that_rounds_hides_no_fault_of_another():
+    def make():
+        def step(x):
+            return {"cancels": (x - 1) * 1e3, "usual": x * 2}
+
+        return step, (jnp.linspace(1.0001, 1.001, 64),)
+
+    case = prepare("rounded", make, MESHES["x4"])
+    [rounding, exact] = case.rounding
+    assert rounding > 1e-4 and exact < 1e-6
+    cancels, usual = case.expected
+    near = cancels * (1 + rounding)
+    assert differences(case, [near, usual]) == {}
+    assert differences(case, [near, usual * 1.001]).keys() == {"usual"}

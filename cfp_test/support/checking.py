@@ -52,11 +52,15 @@ class Case:
         return tuple(map(to_host, jax.tree.leaves(self.alone(*self.leaves))))
 
     @cached_property
-    def rounding(self) -> float:
-        """Largest distance of a result if arguments change in their last bits."""
+    def rounding(self) -> tuple[float, ...]:
+        """The distance of each result if arguments change in their last bits.
+
+        It is 0 for results that compare as a whole, such as integers.
+        """
         leaves = [nudge(x) if isinstance(x, jax.Array) else x for x in self.leaves]
         nudged = map(to_host, jax.tree.leaves(self.alone(*leaves)))
-        return max(filter(math.isfinite, map(difference, nudged, self.expected)))
+        found = map(difference, nudged, self.expected)
+        return tuple(off if math.isfinite(off) else 0.0 for off in found)
 
 
 def make_mesh(sizes: MeshSizes) -> Mesh:
@@ -160,10 +164,10 @@ def differences(case: Case, outputs: list[Any]) -> dict[str, float]:
     """The outputs that are further off than the case and its rounding allow."""
     names = case.frame.program.output_names
     found = zip(names, map(to_host, outputs), case.expected, strict=True)
-    far = {name: difference(got, expected) for name, got, expected in found}
-    far = {name: off for name, off in far.items() if not off <= case.tolerance}
-    allowed = ROUNDING_MARGIN * case.rounding if far else 0.0
-    return {name: off for name, off in far.items() if not off <= allowed}
+    off = {name: difference(got, expected) for name, got, expected in found}
+    far = [name for name in names if not off[name] <= case.tolerance]
+    rounding = dict(zip(names, case.rounding, strict=True)) if far else {}
+    return {n: off[n] for n in far if not off[n] <= ROUNDING_MARGIN * rounding[n]}
 
 
 def evaluate(case: Case, values: tuple[int, ...]) -> dict[int, np.ndarray]:

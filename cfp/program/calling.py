@@ -46,7 +46,7 @@ from jax.tree_util import (
 )
 
 from cfp.errors import OptionError, StepNotTraceable, known_names
-from cfp.printable import counted, few
+from cfp.printable import counted
 from cfp.program.jaxprs import equations, inner_jaxprs
 
 
@@ -217,18 +217,12 @@ def changed(
 def leaves_of_modules(passed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields (path, leaf) of mutable modules in `passed`, which is {name: argument}."""
     for name, arg in passed.items():
-        nodes, _ = tree_flatten_with_path(arg, is_leaf=_may_change)
+        nodes, _ = tree_flatten_with_path(arg, is_leaf=is_object)
         for start, node in nodes:
-            if _may_change(node):
+            if is_object(node):
                 for path, leaf in tree_flatten_with_path(node)[0]:
                     rest = keystr((*start, *path), simple=True, separator="/")
                     yield f"{name}/{rest}", leaf
-
-
-def _may_change(node: Any) -> bool:
-    """True for a custom pytree node (module) that is no frozen dataclass."""
-    parameters = getattr(type(node), "__dataclass_params__", None)
-    return is_module(node) and not getattr(parameters, "frozen", False)
 
 
 def lost_changes(
@@ -323,27 +317,13 @@ def _nodes(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[Any]:
             yield from _nodes(part, (*path, *key))
 
 
-def lost_changes_text(name: str, lost: Sequence[str]) -> str:
-    """Returns the message about a step that loses changes of its arguments."""
-    given = few([path.partition("/")[0] for path in lost], " and ")
-    return (
-        f"The step {name!r} changes {few(lost)} in place and does not return "
-        f"{'them' if len(lost) > 1 else 'it'}, so that each call loses the change. Add "
-        f"{given} to the results that it returns, and pass these to the next call "
-        "(docs/frameworks.md, 'Modules that are updated in place')."
-    )
-
-
 def arrays_around(fn: Callable[..., Any], traced: bool) -> list[str]:
     """Returns paths of JAX arrays, or of tracers if `traced`, in variables around `fn`.
 
     These are its closure, arguments that `functools.partial` holds, the globals that it
     reads, and a method's object.
     """
-    return [path for path, leaf in _held(fn) if isinstance(leaf, Tracer) == traced]
-
-
-def _held(fn: Any) -> Iterator[tuple[str, Any]]:
+    found: list[str] = []
     around: dict[str, Any] = {}
     while isinstance(fn, partial):
         around |= zip(parameter_names(fn.func), fn.args, strict=False)
@@ -352,8 +332,8 @@ def _held(fn: Any) -> Iterator[tuple[str, Any]]:
     owner = getattr(fn, "__self__", None)
     fn = inspect.unwrap(getattr(fn, "__func__", fn))
     if inspect.isfunction(fn):
-        found = inspect.getclosurevars(fn)
-        around |= {**found.globals, **found.nonlocals}
+        variables = inspect.getclosurevars(fn)
+        around |= {**variables.globals, **variables.nonlocals}
     if owner is not None and hasattr(owner, "__dict__"):
         around |= {f"self.{name}": value for name, value in vars(owner).items()}
     for name, value in around.items():
@@ -368,19 +348,10 @@ def _held(fn: Any) -> Iterator[tuple[str, Any]]:
             # Not a pytree, such as a dict whose keys do not compare.
             continue
         for path, leaf in leaves:
-            if isinstance(leaf, jax.Array):
+            if isinstance(leaf, jax.Array) and isinstance(leaf, Tracer) == traced:
                 rest = keystr(path, simple=True, separator="/")
-                yield f"{name}/{rest}" if rest else name, leaf
-
-
-def lost_surroundings_text(name: str, lost: Sequence[str]) -> str:
-    """Returns the message about a step that overwrites arrays outside its arguments."""
-    return (
-        f"The step {name!r} assigns to {few(lost)}, which is not one of its "
-        "arguments: that happens once, while it is traced, and leaves no array there. "
-        "Make it an argument, and return its new value (docs/frameworks.md, 'Modules "
-        "that are updated in place')."
-    )
+                found.append(f"{name}/{rest}" if rest else name)
+    return found
 
 
 # Most elements of a mask that measurements use: it is a constant of their program.
@@ -413,7 +384,8 @@ def given_bytes(leaf: Any, dtype: Any) -> bytes:
 
 # Containers of plain Python, whose leaves are treated as by jax.jit.
 _PLAIN = (dict, list, tuple, type(None))
-_NUMBERS = (bool, int, float, complex)
+_NUMBERS = (int, float, complex)
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
 @register_static
@@ -430,7 +402,8 @@ def fixed(tree: Any) -> Any:
     Modules: see `is_module`. Numbers stay leaves if an outermost module has only arrays
     and numbers, except in modules with a bool and no array. Unhashable leaves stay.
     """
-    if not any(map(_may_be_fixed, tree_leaves(tree))):
+    stay = (*_ARRAYS, *_NUMBERS)
+    if all(isinstance(x, stay) and not isinstance(x, bool) for x in tree_leaves(tree)):
         return tree
     return tree_map(_with_fixed, tree, is_leaf=is_module)
 
@@ -445,12 +418,9 @@ class Same(NamedTuple):
 def is_object(node: Any) -> bool:
     """True for a custom node of a pytree that may change in place, such as a module."""
     is_value = isinstance(node, Mapping) and not isinstance(node, MutableMapping)
-    return not (is_value or isinstance(node, partial)) and _may_change(node)
-
-
-def has_objects(tree: Any) -> bool:
-    """True if a pytree has a node of :func:`is_object`."""
-    return any(map(is_object, tree_leaves(tree, is_leaf=is_object)))
+    parameters = getattr(type(node), "__dataclass_params__", None)
+    is_value = is_value or getattr(parameters, "frozen", False)
+    return not (is_value or isinstance(node, partial)) and is_module(node)
 
 
 def together(tree: Any, shares: bool = True) -> Any:
@@ -516,21 +486,14 @@ def is_module(node: Any) -> bool:
     return not (isinstance(node, (*_PLAIN, *_NUMBERS, str)) or all_leaves([node]))
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic)
-
-
-def _may_be_fixed(leaf: Any) -> bool:
-    return isinstance(leaf, bool) or not (_is_array(leaf) or isinstance(leaf, _NUMBERS))
-
-
 def _with_fixed(node: Any) -> Any:
     if not is_module(node):
         return node
     leaves = tree_leaves(node)
     has_bool = any(isinstance(leaf, bool) for leaf in leaves)
-    are_numbers = all(_is_array(leaf) or isinstance(leaf, _NUMBERS) for leaf in leaves)
-    if not are_numbers or (has_bool and not any(map(_is_array, leaves))):
+    has_array = any(isinstance(leaf, _ARRAYS) for leaf in leaves)
+    are_numbers = all(isinstance(leaf, (*_ARRAYS, *_NUMBERS)) for leaf in leaves)
+    if not are_numbers or (has_bool and not has_array):
         return tree_map(_fix, node)
     if not has_bool:
         return node
@@ -540,6 +503,6 @@ def _with_fixed(node: Any) -> Any:
 
 
 def _fix(leaf: Any) -> Any:
-    if _is_array(leaf) or not isinstance(leaf, Hashable):
+    if isinstance(leaf, _ARRAYS) or not isinstance(leaf, Hashable):
         return leaf
     return Fixed(leaf, type(leaf))

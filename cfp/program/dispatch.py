@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import cached_property
 from itertools import compress
 from operator import call, is_not, methodcaller
 from typing import Any, NamedTuple
@@ -165,6 +164,7 @@ class Dispatch:
     def __init__(self, step: FlatStep, shardings: Sequence[NamedSharding]) -> None:
         self._step = step
         self._shardings = tuple(shardings)
+        self._apart = Apart(step.avals, self._shardings, step.donated)
         self._all = range(len(step.avals))
         # Type, shape and dtype of each index's last leaf of the right type.
         self._looks: list[Any] = [None for _ in self._all]
@@ -177,10 +177,6 @@ class Dispatch:
             order=self._all,
             foreign=frozenset(),
         )
-
-    @cached_property
-    def _apart(self) -> Apart:
-        return Apart(self._step.avals, self._shardings, self._step.donated)
 
     def look(self, leaves: Sequence[Any]) -> Look:
         """Finds the leaves that are not the array expected at their index."""

@@ -123,10 +123,9 @@ def check_settings() -> None:
 # ------------------------------------------------------ cuDNN on machines without it
 
 # cuDNN's version with all that JAX may require, and the oldest GPUs with all layouts.
-_VERSION = 91300
 _CAPABILITY = (9, 0)
 _ANSWERS = {
-    "check_cudnn_version": lambda: _VERSION,
+    "check_cudnn_version": lambda: 91300,
     "check_compute_capability": lambda least: _numbers(least) <= _CAPABILITY,
     "is_cuda_compute_capability_equal": lambda one: _numbers(one) == _CAPABILITY,
 }
@@ -154,8 +153,6 @@ def cudnn_expected() -> Iterator[None]:
 
 
 # ------------------------------------------------- messages between processes
-
-_LATE = "DEADLINE_EXCEEDED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +183,7 @@ class Channel:
         try:
             return self._client.blocking_key_value_get(key, int(seconds * 1000))
         except jax.errors.JaxRuntimeError as error:
-            if _LATE not in str(error):
+            if "DEADLINE_EXCEEDED" not in str(error):
                 raise
             return None
 
@@ -211,9 +208,6 @@ def open_channel() -> Channel | None:
 
 # pyright: reportPrivateImportUsage=false
 # (of jax 0.12, which exports ClosedJaxpr in a way that pyright takes for private)
-
-
-_OF_SHARDINGS = "inspect_sharding"
 
 ChangeProgram = Callable[[Jaxpr], Jaxpr]
 # Text that may differ between traces of one program: weak types, and addresses.
@@ -292,25 +286,21 @@ def _text(jaxpr: Jaxpr) -> str:
     return _OF_A_TRACE.sub("", str(jaxpr))
 
 
-def _typed(literal: Any) -> Literal:
-    """Rounds a literal's Python number to its dtype: weak ones have more digits."""
-    if not isinstance(literal.val, int | float | complex):
-        return literal
-    return Literal(literal.aval.dtype.type(literal.val), literal.aval)
-
-
 def _without_conversions(jaxpr: Jaxpr, change: ChangeProgram) -> Jaxpr:
     """Removes conversions to the same dtype, rounds literals, changes inner jaxprs."""
     sources: dict[Any, Any] = {}
 
-    def read(values: Sequence[Any]) -> list[Any]:
-        return [
-            _typed(v) if isinstance(v, Literal) else sources.get(v, v) for v in values
-        ]
+    def read(value: Any) -> Any:
+        if not isinstance(value, Literal):
+            return sources.get(value, value)
+        if not isinstance(value.val, int | float | complex):
+            return value
+        aval: Any = value.aval  # Weak numbers have more digits.
+        return Literal(aval.dtype.type(value.val), aval)
 
     eqns = []
     for eqn in jaxpr.eqns:
-        invars = read(eqn.invars)
+        invars = [*map(read, eqn.invars)]
         if (
             eqn.primitive.name == "convert_element_type"
             and eqn.params["sharding"] is None
@@ -319,7 +309,7 @@ def _without_conversions(jaxpr: Jaxpr, change: ChangeProgram) -> Jaxpr:
             [sources[eqn.outvars[0]]] = invars
         else:
             eqns.append(with_inner(eqn, change).replace(invars=invars))
-    return jaxpr.replace(eqns=eqns, outvars=read(jaxpr.outvars))
+    return jaxpr.replace(eqns=eqns, outvars=[*map(read, jaxpr.outvars)])
 
 
 def _changed(value: Any, change: ChangeProgram) -> Any:
@@ -348,7 +338,7 @@ def deferred(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def _deferred(eqn: JaxprEqn) -> JaxprEqn:
     is_plain = eqn.primitive not in prim_requires_devices_during_lowering
-    if is_plain or eqn.primitive.name == _OF_SHARDINGS:
+    if is_plain or eqn.primitive.name == "inspect_sharding":
         return eqn
     return eqn.replace(primitive=_deferred_p, params={"op": _Op(eqn)})
 

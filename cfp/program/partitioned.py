@@ -210,8 +210,6 @@ _CUDNN = {
     ),
 }
 _CUDNN_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
-_CUDNN_LAYOUTS = ("BTNH", "BNTH")
-_CUDNN_LAYOUT_ARGUMENT = 5  # Of the static ones.
 
 
 def factors_of_cudnn(
@@ -221,7 +219,7 @@ def factors_of_cudnn(
     name = getattr(partition, "__name__", "")
     if getattr(partition, "__module__", "") != _CUDNN_MODULE or name not in _CUDNN:
         return []
-    layout = _CUDNN_LAYOUTS[static_args[_CUDNN_LAYOUT_ARGUMENT]]
+    layout = ("BTNH", "BNTH")[static_args[5]]
     found, pairs = [], [*enumerate(zip(tensors, _CUDNN[name], strict=False))]
     for letter in "BN":
         places = tuple(

@@ -87,24 +87,20 @@ def shaping_constants(function: ir.Operation) -> set[ir.Operation]:
 
 def _made_of(value: ir.Value) -> Iterator[ir.Value]:
     """Yields values that make a value; for a loop's, the initial and the next one."""
-    owner = value.owner
-    if isinstance(owner, ir.Block):
-        loop = owner.owner.operation
-        if loop.name == "stablehlo.while":
-            place = ir.BlockArgument(value).arg_number
-            yield loop.operands[place]
-            yield shardy.returned(loop.regions[1])[place]
-        return
-    op = owner.operation
+    owner: Any = value.owner
+    is_argument = isinstance(owner, ir.Block)
+    op = (owner.owner if is_argument else owner).operation
     if op.name not in shardy.REGION_OPS:
-        yield from op.operands
+        yield from () if is_argument else op.operands
         return
-    place = ir.OpResult(value).result_number
-    bodies = list(op.regions)
-    if op.name == "stablehlo.while":
+    if is_argument:
+        place = ir.BlockArgument(value).arg_number
+    else:
+        place = ir.OpResult(value).result_number
+    is_loop = op.name == "stablehlo.while"
+    if is_loop:
         yield op.operands[place]
-        bodies = bodies[1:]
-    for body in bodies:
+    for body in [*op.regions][is_loop:]:  # Without a loop's condition.
         yield shardy.returned(body)[place]
 
 

@@ -211,13 +211,15 @@ class Replacer:
             if latest is None:
                 again = kept
             # Backward stages read rematerialized residuals, forward ones the originals.
-            elif not is_cloned and _is_behind(self.ops[first], latest):
-                kept = again
+            elif not is_cloned:
+                own = self.ops[first]
+                if own.block == latest.block and latest.is_before_in_block(own):
+                    kept = again
             kept = self._put(one, number, self.ops, kept)
             latest = None
             if is_cloned:
                 again = self._put(one, number, self.clones, again)
-                latest = self.clones[first]
+                latest = self.clones[first].operation
 
     def _put(
         self,
@@ -242,11 +244,6 @@ class Replacer:
                 raise AssertionError(f"{one.name} made {result.type}, not {old.type}")
             old.replace_all_uses_with(result)
         return results[len(stage.makes) :]
-
-
-def _is_behind(op: ir.Operation, other: ir.Operation) -> bool:
-    one, first = op.operation, other.operation
-    return one.block == first.block and first.is_before_in_block(one)
 
 
 # ------------------------------------------------------------------- what JAX lowers

@@ -426,9 +426,11 @@ def forward(op: ir.Operation, values: Sequence[ir.Value]) -> None:
 
 def _inline(call: ir.Operation) -> None:
     scope = location_name(call.location)
-    *inner, _ = call.regions[0].blocks[0].operations
-    for op in inner:
-        _prefix_scope(op.operation, scope)
+    for op in walk(call):
+        name = location_name(op.location)
+        if scope and not name.startswith(scope.split("/", 1)[0]):
+            joined = f"{scope}/{name}" if name else scope
+            op.location = ir.Location.name(joined, op.location)
     _put_in_place(call, call.regions[0])
 
 
@@ -443,14 +445,6 @@ def _put_in_place(op: ir.Operation, body: ir.Region) -> None:
     returned = list(last.operands)
     last.erase()
     forward(op, returned)
-
-
-def _prefix_scope(op: ir.Operation, scope: str) -> None:
-    for one in (op, *walk(op)):
-        name = location_name(one.location)
-        if scope and not name.startswith(scope.split("/", 1)[0]):
-            joined = f"{scope}/{name}" if name else scope
-            one.location = ir.Location.name(joined, one.location)
 
 
 def missing_pipelines() -> dict[str, str]:

@@ -32,6 +32,7 @@ from jax.tree_util import (
     SequenceKey,
     tree_flatten,
     tree_flatten_with_path,
+    tree_leaves,
     tree_structure,
     tree_unflatten,
 )
@@ -170,7 +171,8 @@ class FlatStep:
 
     @cached_property
     def _has_objects(self) -> bool:
-        return calling.has_objects(self._dynamic)
+        nodes = tree_leaves(self._dynamic, is_leaf=calling.is_object)
+        return any(map(calling.is_object, nodes))
 
     def parted(self, names: Sequence[str], dynamic: Any = None) -> str:
         """Names places of one object, of the step's, that leaves `names` make two."""
@@ -332,9 +334,21 @@ class FlatStep:
             raise StepNotTraceable(said) from error
         traced_now = calling.arrays_around(self.fn, traced=True)
         if overwritten := [path for path in traced_now if path in around]:
-            raise StepNotTraceable(calling.lost_surroundings_text(name, overwritten))
+            raise StepNotTraceable(
+                f"The step {name!r} assigns to {few(overwritten)}, which is not one of "
+                "its arguments: that happens once, while it is traced, and leaves no "
+                "array there. Make it an argument, and return its new value "
+                "(docs/frameworks.md, 'Modules that are updated in place')."
+            )
         if lost := self._lost():
-            raise StepNotTraceable(calling.lost_changes_text(name, lost))
+            given = few([path.partition("/")[0] for path in lost], " and ")
+            raise StepNotTraceable(
+                f"The step {name!r} changes {few(lost)} in place and does not return "
+                f"{'them' if len(lost) > 1 else 'it'}, so that each call loses the "
+                f"change. Add {given} to the results that it returns, and pass these "
+                "to the next call (docs/frameworks.md, 'Modules that are updated in "
+                "place')."
+            )
         return traced
 
     def _advice(self, error: Exception) -> str:
@@ -478,19 +492,12 @@ def typed_as_returned(step: FlatStep) -> FlatStep:
         strong = {argument for argument, result in returned if not result.weak_type}
         if strong.isdisjoint(step.weak):
             restored = step.with_weak_types(step.weak - {i for i, _ in returned})
-            return restored if _do_the_same(step, restored) else step
+            with suppress(StepNotTraceable):
+                traces = [one.traced.jaxpr.jaxpr for one in (step, restored)]
+                return restored if do_the_same(*traces) else step
+            return step
         step = step.with_weak_types(step.weak - strong)
     return step
-
-
-def _do_the_same(one: FlatStep, other: FlatStep) -> bool:
-    if one is other:
-        return True
-    try:
-        traces = [step.traced.jaxpr.jaxpr for step in (one, other)]
-    except StepNotTraceable:
-        return False
-    return do_the_same(*traces)
 
 
 def arguments_of(in_tree: Any) -> Iterator[tuple[range, Any]]:

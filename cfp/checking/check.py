@@ -305,16 +305,14 @@ class Check:
         """
         tell("running the reference")
         expected = in_host(self._results(self.reference.step, fresh))
-        state_changes = self._changes(expected)
-        rounded, lost = self._rounded(expected, state_changes, tell)
+        changes = self._changes(expected)
+        rounded, lost = self._rounded(expected, changes, tell)
         tell("running the plan's step, and comparing results")
         usual = self._results(self.planned, fresh)
         margin = NARROW_MARGIN if self.planned.narrow else ROUNDING_MARGIN
-        how = {"tolerance": self.tolerance, "margin": margin}
-        by_path = {x.path: replace(x, **how) for x in compare(usual, expected)}
-        for path in state_changes.keys() & by_path:
-            by_path[path] = replace(by_path[path], change=state_changes[path])
-        made = [*by_path.values()]
+        how: dict[str, Any] = {"tolerance": self.tolerance, "margin": margin}
+        leaves = compare(usual, expected)
+        made = [replace(x, change=changes.get(x.path, 0.0), **how) for x in leaves]
         # Rounding is measured on the plan's side if its kernels round more.
         usual = in_host(usual) if self.planned.perturbed else expected
         for seed in range(NUDGES):

@@ -208,13 +208,12 @@ def _feedback(
     }
     # A single array is state only if donated: others may share its shape by chance.
     state = {
-        id(places): i
+        i: (places, tree)
         for i, (places, tree) in every.items()
         if i in donated or tree.num_nodes > len(places)
     }
-    wanted = (every[i] for i in state.values())
-    found = {state[id(places)]: place for places, place, _ in successors(step, wanted)}
-    starts = {i: every[i][0].start for i in state.values() if every[i][0]}
+    found = {i: place for i, place, _ in successors(step, state)}
+    starts = {i: places.start for i, (places, _) in state.items() if places}
     names = {i: step.arg_names[at].partition("/")[0] for i, at in starts.items()}
     if steps > 1 and (lost := donated - found.keys()):
         raise CfpError(

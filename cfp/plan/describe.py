@@ -51,7 +51,7 @@ from cfp.profiling.collectives import Rates
 from cfp.profiling.record import configuration
 from cfp.program.constrain import Constraints
 from cfp.program.graph import Op, Program, call_flops
-from cfp.program.part import aval
+from cfp.program.part import aval, signature
 from cfp.program.partitioned import call_of
 from cfp.program.read import outline_of, sources_of
 from cfp.program.trace import host_calls
@@ -403,9 +403,8 @@ def op_text(program: Program, op: Op) -> str:
 
 def axis_roles(frame: Frame, op: Op, strategy: Strategy) -> tuple[AxisRole, ...]:
     """Returns a role for each mesh axis that shards an anchor (a block's main op)."""
-    rule = op.rule
-    assert rule is not None
-    roles, weight = [], frame.blocks[frame.block_of[op.id]].weight
+    rule, roles = op.known_rule, []
+    weight = frame.blocks[frame.block_of[op.id]].weight
     for (axis, size), choice in zip(frame.mesh, strategy, strict=True):
         if (factor := choice.inner) == NONE:
             continue
@@ -443,8 +442,8 @@ def axis_roles(frame: Frame, op: Op, strategy: Strategy) -> tuple[AxisRole, ...]
 
 
 def _result_dim(op: Op, factor: int) -> int:
-    assert op.rule is not None
-    return next((d for d, dim in enumerate(op.rule.results[0]) if factor in dim), -1)
+    [dims, *_] = op.known_rule.results
+    return next((d for d, dim in enumerate(dims) if factor in dim), -1)
 
 
 def block_moves(
@@ -560,7 +559,9 @@ def compose_plan(
     raced = None
     if outcome.built is not None and isinstance(mesh, Mesh):
         [one] = programs_of(analysis, [winner], ())
-        raced = ReusableExecutable.of(program, mesh, one.job, outcome.built)
+        types = signature(program, one.job.part)
+        like = outcome.built, one.job, mesh, program.content, types
+        raced = ReusableExecutable(*like)
     constraints = constraints_of(analysis, winner.choice, winner.level)
     return Plan(
         fingerprint=program.fingerprint,

@@ -62,7 +62,7 @@ from cfp.program.part import Signature, shardings, signature
 from cfp.program.read import Outline, other_program
 from cfp.program.replace import erase_unread
 from cfp.program.step import FlatStep
-from cfp.program.trace import Alarm, Lowering, exported, lower_step, read_lowering
+from cfp.program.trace import Alarm, Lowering, lower_step, read_lowering
 from cfp.program.widen import widened
 
 # Size of all executables together; the least recently used go first. Guess.
@@ -398,13 +398,6 @@ class ReusableExecutable:
     content: str
     types: Signature = field(repr=False)
 
-    @classmethod
-    def of(
-        cls, program: Program, mesh: Mesh, job: Job, built: Built
-    ) -> ReusableExecutable:
-        """Makes the record of a whole step that `job` compiled to `built`."""
-        return cls(built, job, mesh, program.content, signature(program, job.part))
-
     def does(
         self,
         step: FlatStep,
@@ -522,35 +515,6 @@ class CompiledStep:
         return self.compiled.as_text() or ""
 
 
-def export_planned(
-    step: FlatStep,
-    mesh: Mesh,
-    fingerprint: str | None,
-    arg_specs: Sequence[Spec],
-    output_specs: Sequence[Spec],
-    constraints: Constraints,
-    planned: tuple[Outline | None, Mapping[str, str]] = (None, {}),
-) -> bytes:
-    """Serialises a step under a plan by `jax.export`; arguments as `load_or_lower`.
-
-    Raises:
-        PlanMismatch: the step's program differs from the planned one, or calls Python:
-            host callbacks or custom_partitioning ops, which a file cannot hold.
-    """
-    like = step, mesh, fingerprint, arg_specs, output_specs, constraints, planned
-    lowering = _constrained(*like)[0]
-    if lowering.calls_host or _BY_CALLBACK in lowering.text:
-        raise PlanMismatch(
-            "The step calls Python functions of this process, which an exported file "
-            "cannot call. Use the shardings that cfp show plan.json --python prints."
-        )
-    return bytes(exported(step, lowering).serialize())
-
-
-# Custom call for ops that a Python function partitions.
-_BY_CALLBACK = "CustomSPMDPartitioning"
-
-
 @dataclass(frozen=True)
 class LoweredStep:
     """A step, lowered under a plan, with its executable if there is one.
@@ -621,7 +585,7 @@ def load_or_lower(
         PlanMismatch: the step's program or results differ from the planned ones.
     """
     like = step, mesh, fingerprint, arg_specs, output_specs, constraints, planned
-    lowering, program, ins, outs = _constrained(*like)
+    lowering, program, ins, outs = lower_constrained(*like)
     plain = not wide and not lowering.calls_host
     same = step, program, ins, outs, constraints, options or {}
     raced = raced if plain and raced is not None and raced.does(*same) else None
@@ -697,7 +661,7 @@ def checked_shardings(
     return in_memory(ins, step.memory_kinds), in_memory(outs, step.result_memory_kinds)
 
 
-def _constrained(
+def lower_constrained(
     step: FlatStep,
     mesh: Mesh,
     fingerprint: str | None,
@@ -708,7 +672,8 @@ def _constrained(
 ) -> tuple[Lowering, Program, _Shardings, _Shardings]:
     """Lowers a step, and inserts constraints and replacements of ops.
 
-    Returns the lowering, the step's program, and shardings of arguments and results.
+    Returns the lowering, the step's program, and shardings of arguments and results;
+    arguments and errors as of `load_or_lower`.
     """
     ins, outs = checked_shardings(step, mesh, arg_specs, output_specs)
     lowering = lower_step(step, ins, list(outs))

@@ -25,8 +25,8 @@ from cfp.plan.execute import (
     check_devices,
     checked_shardings,
     device_difference,
-    export_planned,
     load_or_lower,
+    lower_constrained,
     made,
     mesh_here,
     placed,
@@ -51,9 +51,10 @@ from cfp.program.calling import released, sequence
 from cfp.program.constrain import Constraints
 from cfp.program.jaxprs import trace_context_key
 from cfp.program.memory import HOST
+from cfp.program.partitioned import TARGET as PARTITIONED_TARGET
 from cfp.program.read import Outline
 from cfp.program.step import FlatStep, flatten_step, typed_as_returned
-from cfp.program.trace import planning_mesh
+from cfp.program.trace import exported, planning_mesh
 from cfp.race.programs import RaceRow
 from cfp.settings import ConstraintLevel
 
@@ -161,7 +162,8 @@ class Plan:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickles leave out the step, devices and compiled programs, as files do.
-        return partial(_loaded, allowed_options=[*self.options]), (self.to_json(),)
+        read = partial(Plan.from_json, allowed_options=[*self.options])
+        return read, (json.loads(self.to_json()),)
 
     def __copy__(self) -> Plan:
         return replace(self)
@@ -465,7 +467,14 @@ class Plan:
                 from the plan's, or has host callbacks or custom_partitioning ops.
         """
         planned = self.outline, self.environment
-        _write(path, export_planned(*self._program(), planned))
+        lowering, *_ = lower_constrained(*self._program(), planned)
+        if lowering.calls_host or PARTITIONED_TARGET in lowering.text:
+            raise PlanMismatch(
+                "The step calls Python functions of this process, which an exported "
+                "file cannot call. Use the shardings that cfp show plan.json --python "
+                "prints."
+            )
+        _write(path, bytes(exported(self._bound(), lowering).serialize()))
 
     def to_json(self) -> str:
         """Returns the plan as JSON text."""
@@ -541,7 +550,3 @@ _HERE = ("mesh", "step", "out_tree", "traced_under", "raced", "tuned")
 def _write(path: str | Path, data: bytes) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(data)
-
-
-def _loaded(text: str, allowed_options: Collection[str]) -> Plan:
-    return Plan.from_json(json.loads(text), allowed_options=allowed_options)

@@ -11,7 +11,6 @@ import re
 from collections.abc import (
     Callable,
     Collection,
-    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -482,13 +481,11 @@ def typed_as_returned(step: FlatStep) -> FlatStep:
     program is the same. State: arguments with a donated part and a new value in the
     results (`successors`).
     """
-    every = arguments_of(step.in_tree)
-    state = [(own, tree) for own, tree in every if any(step.donated[i] for i in own)]
-    while any(i in step.weak for places, _ in state for i in places):
-        pairs = (
-            zip(places, new, strict=True) for places, _, new in successors(step, state)
-        )
-        returned = [pair for some in pairs for pair in some]
+    every = enumerate(arguments_of(step.in_tree))
+    state = {n: one for n, one in every if any(step.donated[i] for i in one[0])}
+    while any(i in step.weak for places, _ in state.values() for i in places):
+        news = ((state[n][0], new) for n, _, new in successors(step, state))
+        returned = [pair for one in news for pair in zip(*one, strict=True)]
         strong = {argument for argument, result in returned if not result.weak_type}
         if strong.isdisjoint(step.weak):
             restored = step.with_weak_types(step.weak - {i for i, _ in returned})
@@ -509,13 +506,13 @@ def arguments_of(in_tree: Any) -> Iterator[tuple[range, Any]]:
 
 
 def successors(
-    step: FlatStep, state: Iterable[tuple[range, Any]]
-) -> Iterator[tuple[range, int | None, Sequence[Any]]]:
-    """Yields (argument's leaves, position of its new value, the new value's types).
+    step: FlatStep, state: Mapping[int, tuple[range, Any]]
+) -> Iterator[tuple[int, int | None, Sequence[Any]]]:
+    """Yields (argument, position of its new value, the new value's types).
 
     A new value is the whole result (position None), or the first unused element of a
     result tuple or list, of equal structure, shapes and dtypes. Arguments without a new
-    value are left out. `state` has (leaves, structure) of arguments.
+    value are left out. `state` is {argument: (its leaves, its structure)}.
     """
     results = step.traced.jaxpr.out_avals
     out, start = tree_structure(step.traced.out_info), 0
@@ -524,11 +521,11 @@ def successors(
         for place, tree in enumerate(out.children()):
             found.append((place, results[start : start + tree.num_leaves], tree))
             start += tree.num_leaves
-    for places, tree in state:
+    for argument, (places, tree) in state.items():
         kinds = [(step.avals[i].shape, step.avals[i].dtype) for i in places]
         for one in found:
             if one[2] == tree and [(r.shape, r.dtype) for r in one[1]] == kinds:
-                yield places, *one[:2]
+                yield argument, *one[:2]
                 found.remove(one)
                 break
 

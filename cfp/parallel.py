@@ -27,7 +27,7 @@ from cfp.errors import (
     warn,
 )
 from cfp.plan.execute import CompiledStep
-from cfp.plan.parts import type_text
+from cfp.plan.parts import BINDS, type_text
 from cfp.plan.plan import Plan
 from cfp.printable import few
 from cfp.printable import shown as brief_text
@@ -41,7 +41,6 @@ from cfp.view.words import PINNED_BY_FIRST
 # Options that decide a plan, which a saved plan excludes.
 _DECIDES = {"memory_budget", "pins", "preset", "choose", "precision"}
 _SILENCE = "cfp.parallelize(..., quiet=True) hides these lines"
-_OF_CALLS = {"static_argnums", "static_argnames", "donate_argnums", "donate_argnames"}
 # Environment variable with a plan's file, for steps without the argument `plan`.
 PLAN_VARIABLE = "CFP_PLAN"
 
@@ -225,7 +224,7 @@ class ParallelStep:
                 f"{PLAN_VARIABLE} names a saved plan, which ignores "
                 f"{', '.join(ignored)}. Unset {PLAN_VARIABLE} to plan with these."
             )
-        bind = {k: v for k, v in self._options.items() if k in _OF_CALLS}
+        bind = {k: v for k, v in self._options.items() if k in BINDS}
         bound = saved.bind(self._fn, *args, mesh=self._mesh, **bind, **kwargs)
         kept = BuildEnvironment.beside(store_path(self._options.get("cache_dir")))
         bound = replace(bound, tuned=kept)

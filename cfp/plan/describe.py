@@ -458,13 +458,18 @@ def block_moves(
     frame = analysis.frame
     program = frame.program
     owner = dict(enumerate(frame.block_of))
+    groups = []
     for segment in analysis.segments:
-        for group in segment.groups:
-            block = _group_block(frame, group, segment.start)
-            for op_id in frame.groups[group].ops:
+        for group in (frame.groups[g] for g in segment.groups):
+            values = (program.args[position] for position in group.args)
+            readers = (user for v in values for user, _ in program.users[v])
+            blocks = (b for user in readers if (b := frame.block_of[user]) >= 0)
+            block = next(blocks, segment.start)
+            groups.append((group, block))
+            for op_id in group.ops:
                 if owner.get(op_id, -1) < 0:
                     owner[op_id] = block
-            for gradient in frame.groups[group].gradients:
+            for gradient in group.gradients:
                 # A looked-up table's gradient may come from ops between other blocks.
                 maker = program.values[gradient].producer
                 if maker >= 0 and frame.block_of[maker] not in segment.blocks:
@@ -476,15 +481,13 @@ def block_moves(
                 yield block, *move, op.repeat
     # Gathers of parameters that are updated in shards, and stored whole.
     specs = layout.output_specs()
-    for segment in analysis.segments:
-        for group in segment.groups:
-            block = _group_block(frame, group, segment.start)
-            for position in frame.groups[group].args:
-                if (output := frame.paired[position]) is not None:
-                    v = program.outputs[output]
-                    if (have := layout.spec(v)) is not None:
-                        for move in _moves(frame, v, have, (), specs[output]):
-                            yield block, *move, 1
+    for group, block in groups:
+        for position in group.args:
+            if (output := frame.paired[position]) is not None:
+                v = program.outputs[output]
+                if (have := layout.spec(v)) is not None:
+                    for move in _moves(frame, v, have, (), specs[output]):
+                        yield block, *move, 1
 
 
 def _op_moves(layout: Layout, op: Op, done: set[tuple]) -> Iterator[_Move]:
@@ -503,12 +506,6 @@ def _op_moves(layout: Layout, op: Op, done: set[tuple]) -> Iterator[_Move]:
         if (v, want) not in done:
             done.add((v, want))
             yield from _moves(frame, v, have, (), want)
-
-
-def _group_block(frame: Frame, group: int, default: int) -> int:
-    values = (frame.program.args[position] for position in frame.groups[group].args)
-    users = (user for value in values for user, _ in frame.program.users[value])
-    return next((b for user in users if (b := frame.block_of[user]) >= 0), default)
 
 
 def _moves(
@@ -559,9 +556,8 @@ def compose_plan(
     raced = None
     if outcome.built is not None and isinstance(mesh, Mesh):
         [one] = programs_of(analysis, [winner], ())
-        types = signature(program, one.job.part)
-        like = outcome.built, one.job, mesh, program.content, types
-        raced = ReusableExecutable(*like)
+        job, types = one.job, signature(program, one.job.part)
+        raced = ReusableExecutable(outcome.built, job, mesh, program.content, types)
     constraints = constraints_of(analysis, winner.choice, winner.level)
     return Plan(
         fingerprint=program.fingerprint,

@@ -529,24 +529,18 @@ def places_like(result: Any, names: Sequence[str], types: Sequence[str]) -> list
     arguments = dict(zip(found, _arguments(names, types), strict=True))
     parts = result if isinstance(result, tuple | list) else ()
     for wanted in ([result], parts):
-        left = dict(arguments)  # each argument stands for one part
-        roots = [_take(left, part) for part in wanted if tree_leaves(part)]
-        if roots and None not in roots:
-            return [i for root in roots if root is not None for _, i in found[root]]
+        leaves = [_paths(part) for part in wanted if tree_leaves(part)]
+        roots = list[str]()
+        for own in leaves:  # Each argument stands for one part.
+            alike = (root for root, of in arguments.items() if of == own)
+            roots += [root for root in alike if root not in roots][:1]
+        if leaves and len(roots) == len(leaves):
+            return [i for root in roots for _, i in found[root]]
     raise PlanMismatch(
         f"The initialisation's result, {leaves_text(result)}, has the structure of no "
         "argument of the plan. Return one of the step's arguments, or a tuple of "
         f"several: {', '.join(arguments)}."
     )
-
-
-def _take(arguments: dict[str, list[tuple[str, str]]], part: Any) -> str | None:
-    """Removes the first argument with a part's leaves; returns its name, or None."""
-    leaves = _paths(part)
-    root = next((root for root, own in arguments.items() if own == leaves), None)
-    if root is not None:
-        del arguments[root]
-    return root
 
 
 def path_text(path: Any) -> str:

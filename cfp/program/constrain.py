@@ -520,8 +520,9 @@ def _propagated(
     module = shardy.parsed(program.text)
     with module.context, ir.Location.unknown():
         inserter = Inserter(module, program, where)
+        kind = ir.IntegerType.get_signless(64)
         for index, op in enumerate(inserter.ops):
-            op.attributes[_NUMBER] = shardy.integer(index)
+            op.attributes[_NUMBER] = ir.IntegerAttr.get(kind, index)
         inserter.insert(Constraints(values, {}))
         marks = ({_SHARDING: inserter.attribute(s)} if s else {} for s in given)
         marked = [ir.DictAttr.get(one) for one in marks]

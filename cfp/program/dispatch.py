@@ -170,13 +170,7 @@ class Dispatch:
         self._looks: list[Any] = [None for _ in self._all]
         # Replaced as a whole, so that several threads may call the step.
         nothing = (_nothing,) * len(step.avals)
-        self._memory = _Memory(
-            expected=nothing,
-            kept=nothing,
-            results=(),
-            order=self._all,
-            foreign=frozenset(),
-        )
+        self._memory = _Memory(nothing, nothing, (), self._all, frozenset())
 
     def look(self, leaves: Sequence[Any]) -> Look:
         """Finds the leaves that are not the array expected at their index."""

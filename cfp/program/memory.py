@@ -6,6 +6,7 @@ Functions read the memory and the sharding of arrays, and move arrays to others.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, TypeGuard, TypeVar
 
 import jax
@@ -180,10 +181,7 @@ def put(leaf: Any, sharding: Sharding) -> jax.Array:
     # need equally many devices in each.
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data, impl = np.asarray(jax.random.key_data(leaf)), jax.random.key_impl(leaf)
-
-        def wrap(data: jax.Array) -> jax.Array:
-            return jax.random.wrap_key_data(data, impl=impl)
-
+        wrap = partial(jax.random.wrap_key_data, impl=impl)
         return jax.jit(wrap, out_shardings=sharding)(data)
     whole = np.asarray(leaf)
     return jax.make_array_from_callback(

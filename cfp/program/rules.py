@@ -298,17 +298,13 @@ def _reduce_rule(rule: Rule, op: ir.Operation) -> Rule:
 
 def _pad_rule(rule: Rule, op: ir.Operation) -> Rule:
     """Makes dims with both interior padding and a negative edge padding `fixed`."""
-    low, high, inside = (
-        [*ir.DenseI64ArrayAttr(op.attributes[name])]
-        for name in ("edge_padding_low", "edge_padding_high", "interior_padding")
-    )
+    names = ("edge_padding_low", "edge_padding_high", "interior_padding")
+    padding = ([*ir.DenseI64ArrayAttr(op.attributes[name])] for name in names)
     cut = {
         factor
-        for dim, (before, behind, between) in enumerate(
-            zip(low, high, inside, strict=True)
-        )
-        if between and min(before, behind) < 0
-        for factor in rule.operands[0][dim]
+        for dim, low, high, inside in zip(rule.operands[0], *padding, strict=True)
+        if inside and min(low, high) < 0
+        for factor in dim
     }
     return replace(rule, fixed=rule.fixed | cut, held=True) if cut else rule
 

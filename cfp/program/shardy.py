@@ -151,11 +151,6 @@ def spread(value: ir.Value, shape: Sequence[int]) -> ir.Value:
     return hlo.broadcast_in_dim(kind, value, range(own.rank))
 
 
-def integer(number: int) -> ir.Attribute:
-    """Returns a 64-bit integer attribute."""
-    return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), number)
-
-
 def clone_with(op: ir.Operation, mapping: dict[ir.Value, ir.Value]) -> ir.Operation:
     """Inserts a clone that reads mapped values; adds {old result: new} to `mapping`."""
     clone = op.clone()

@@ -430,10 +430,21 @@ def misfit(program: Program, mesh: Mesh, constraints: Constraints) -> str | None
     for what, value, spec in specs:
         if not 0 <= value < len(program.values):
             return f"{what}, but the program has {len(program.values)} values"
-        if (found := _spec_misfit(program, value, mesh, spec)) is not None:
-            return f"{what}: {found}"
-    found = (_rematerialization_misfit(program, x) for x in constraints.rematerialized)
-    return next(filter(None, found), None)
+        rank, axes = len(program.shape(value)), [a for names in spec for a in names]
+        if len(spec) != rank:
+            return f"{what}: a sharding of {len(spec)} dims for {rank} dims"
+        if not {*axes} <= {*mesh.shape} or len({*axes}) < len(axes):
+            return f"{what}: axes {axes} on a mesh {dict(mesh.shape)}"
+    for one in constraints.rematerialized:
+        forward, backward = one.forward, one.backward
+        if not (forward and backward and {*forward, *backward} <= {*range(len(ops))}):
+            return f"ops to rematerialize that are not among {len(ops)} ops"
+        if max(forward) >= min(backward):
+            return "ops to rematerialize that come after their readers"
+        for op in forward:
+            if not repeatable(program, op):
+                return f"op {op} ({ops[op].name}), which cannot be rematerialized"
+    return None
 
 
 def uneven(shape: Collection[int], mesh: Mesh, spec: Spec) -> bool:
@@ -443,28 +454,6 @@ def uneven(shape: Collection[int], mesh: Mesh, spec: Spec) -> bool:
         size % prod(sizes[name] for name in names)
         for size, names in zip(shape, spec, strict=True)
     )
-
-
-def _spec_misfit(program: Program, value: int, mesh: Mesh, spec: Spec) -> str | None:
-    rank = len(program.shape(value))
-    if len(spec) != rank:
-        return f"a sharding of {len(spec)} dims for {rank} dims"
-    axes = [name for names in spec for name in names]
-    if not {*axes} <= {*mesh.shape} or len({*axes}) < len(axes):
-        return f"axes {axes} on a mesh {dict(mesh.shape)}"
-    return None
-
-
-def _rematerialization_misfit(program: Program, one: Rematerialization) -> str | None:
-    forward, backward, count = one.forward, one.backward, len(program.ops)
-    if not forward or not backward or not {*forward, *backward} <= {*range(count)}:
-        return f"ops to rematerialize that are not among {count} ops"
-    if max(forward) >= min(backward):
-        return "ops to rematerialize that come after their readers"
-    for op in forward:
-        if not repeatable(program, op):
-            return f"op {op} ({program.ops[op].name}), which cannot be rematerialized"
-    return None
 
 
 # ------------------------------------------------------ shardings that propagation adds

@@ -13,8 +13,9 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -231,25 +232,10 @@ def _function_target(
                 f"{len(args)} arguments are numbered from 0."
             )
 
-    def make_args(shardings: Sequence[Any], seed: int) -> tuple[Any, ...]:
-        step = target.flatten()
-        arrays = step.flatten(args, {})
-        places = tree_leaves(together(list(shardings)))
-        picking = {i for i, leaf in enumerate(arrays) if _may_pick(leaf)}
-        rows = _rows(step, places, picking) if picking else {}
-        leaves = _made(arrays, places, rows, seed)
-        made = iter(released(tree_unflatten(step.in_tree, leaves))[0])
-        return tuple(a if i in static else next(made) for i, a in enumerate(args))
-
-    target = Target(
-        name=text,
-        step=step,
-        args=args,
-        donate=donate,
-        static=static,
-        make_args=make_args,
+    make = partial(_made_args, step, args, static)
+    return Target(
+        name=text, step=step, args=args, donate=donate, static=static, make_args=make
     )
-    return target
 
 
 def _option(parameter: inspect.Parameter) -> ModelOption:
@@ -335,12 +321,6 @@ def _type_text(value: Any) -> str:
     return f"something of type {type(value).__name__}"
 
 
-def _may_pick(leaf: Any) -> bool:
-    """True for a `jax.ShapeDtypeStruct` of integers with dims: perhaps row indices."""
-    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
-    return is_shape and bool(leaf.shape) and jnp.issubdtype(leaf.dtype, jnp.integer)
-
-
 def _rows(
     step: FlatStep, places: Sequence[Any], which: Collection[int]
 ) -> dict[int, int]:
@@ -356,27 +336,35 @@ def _rows(
     return {i: found[value] for i, value in values if value in found}
 
 
-def _made(
-    leaves: Sequence[Any], places: Sequence[Any], rows: Mapping[int, int], seed: int
-) -> list[Any]:
-    """Puts arrays on devices, and draws numbers for shapes; `rows`: see `_random`."""
-    drawn = {
-        i: leaf
-        for i, leaf in enumerate(leaves)
-        if isinstance(leaf, jax.ShapeDtypeStruct)
-    }
+def _made_args(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    static: tuple[int, ...],
+    shardings: Sequence[Any],
+    seed: int,
+) -> tuple[Any, ...]:
+    """Puts arrays on devices, and draws numbers for shapes; see `Target.make_args`."""
+    flat = flatten_step(step, args, static_argnums=static)
+    leaves, places = flat.flatten(args, {}), tree_leaves(together(list(shardings)))
+    drawn = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
+    # Integers with dims may be indices of rows.
+    integers = {i for i, x in drawn.items() if jnp.issubdtype(x.dtype, jnp.integer)}
+    picking = {i for i in integers if drawn[i].shape}
+    rows = _rows(flat, places, picking) if picking else {}
 
     def draw() -> dict[int, jax.Array]:
         return {
-            i: _random((seed, i), leaf.shape, leaf.dtype, rows.get(i, 2))
-            for i, leaf in drawn.items()
+            i: _random((seed, i), x.shape, x.dtype, rows.get(i, 2))
+            for i, x in drawn.items()
         }
 
     made = jax.jit(draw, out_shardings={i: places[i] for i in drawn})()
-    return [
-        made[i] if i in drawn else put(jnp.asarray(leaf), place)
-        for i, (leaf, place) in enumerate(zip(leaves, places, strict=True))
-    ]
+    arrays = (
+        made[i] if i in drawn else put(jnp.asarray(x), place)
+        for i, (x, place) in enumerate(zip(leaves, places, strict=True))
+    )
+    dynamic = iter(released(tree_unflatten(flat.in_tree, arrays))[0])
+    return tuple(a if i in static else next(dynamic) for i, a in enumerate(args))
 
 
 def _random(

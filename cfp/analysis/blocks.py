@@ -145,10 +145,8 @@ class _Labels:
                 op_backward[op.id] = back
                 for result in op.results:
                     times[result], backward[result] = best, back
-            if not self.flow.entry_place or (times, backward) == (
-                before,
-                backward_before,
-            ):
+            is_settled = (times, backward) == (before, backward_before)
+            if is_settled or not self.flow.entry_place:
                 break
         return of_op, op_backward
 

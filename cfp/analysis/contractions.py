@@ -200,9 +200,8 @@ class _Finder:
             if moved:
                 dims = _in_order(shared_factors, dims, result)
             found = dict(shared_factors)
-            if _align(found, rule, dims, base, result) and self._fits(
-                found, op, anchor, index
-            ):
+            is_aligned = _align(found, rule, dims, base, result)
+            if is_aligned and self._fits(found, op, anchor, index):
                 return tuple(found.get(f, -1) for f in range(len(rule.sizes)))
         return None
 
@@ -487,10 +486,9 @@ class _Numbering:
         """Returns a value's number; an invariant argument has its initial value's."""
         if self.numbers[value] < 0:
             origin = self.program.values[value].origin
-            known = value in invariant
-            self.numbers[value] = (
-                self._bind(origin, invariant) if known else self.fresh()
-            )
+            is_known = value in invariant
+            number = self._bind(origin, invariant) if is_known else self.fresh()
+            self.numbers[value] = number
         return self.numbers[value]
 
     def _number(self, op: Op) -> None:
@@ -546,9 +544,7 @@ class _Numbering:
         whole = self.joined.get(self.numbers[op.operands[0]])
         if whole is None or {*op.integers("strides")} != {1}:
             return None
-        starts, limits = (
-            op.integers(name) for name in ("start_indices", "limit_indices")
-        )
+        starts, limits = op.integers("start_indices"), op.integers("limit_indices")
         shape = self.program.shape(op.operands[0])
         if shape != self.program.shape(whole.results[0]):
             return None

@@ -193,12 +193,9 @@ def op_line(program: Program, op: Op, *, typed: bool = False) -> str:
     Args:
         typed: operands have types, and ``%KIND.ID`` replaces ``ID KIND.ID`` in front.
     """
-    operands = [value_name(program, v) for v in op.operands]
-    if typed:
-        operands = [
-            f"{program.values[v]} %{name}"
-            for v, name in zip(op.operands, operands, strict=True)
-        ]
+    operands = [
+        f"{program.values[v]} %" * typed + value_name(program, v) for v in op.operands
+    ]
     results = " ".join(str(program.values[v]) for v in op.results)
     name = f"{op.kind}.{op.id}"
     start = f"%{name}" if typed else f"{op.id} {name}"

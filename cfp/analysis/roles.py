@@ -30,14 +30,14 @@ allows, or none.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from cfp.analysis.contractions import DimClasses, is_contraction
 from cfp.analysis.layout import Frame
 from cfp.analysis.storage import is_gradient
 from cfp.analysis.strategies import NONE, AxisChoice, axis_choices
-from cfp.program.graph import Op, Value, op_flops, searched_once
+from cfp.program.graph import Op, Value, op_flops, reached, searched_once
 from cfp.program.rules import Rule
 
 ROLES = ("data", "tensor", "sequence", "expert")
@@ -443,17 +443,15 @@ class _Walk:
 
     def _makers(self, value: int) -> set[int]:
         """Returns op ids of a value's nearest upstream anchors; enters no region."""
-        found, seen, rest = set[int](), set[int](), [value]
-        while rest:
-            made = self.program.maker(rest.pop())
-            if made is None or made.id in seen:
-                continue
-            seen.add(made.id)
-            if made.id in self.anchors:
-                found.add(made.id)
-            else:
-                rest += [v for v in made.operands if v in self.computed]
-        return found
+
+        def before(v: int) -> Iterable[int]:
+            made = self.program.maker(v)
+            if made is None or made.id in self.anchors:
+                return ()
+            return filter(self.computed.__contains__, made.operands)
+
+        makers = filter(None, map(self.program.maker, reached([value], before)))
+        return {op.id for op in makers} & self.anchors.keys()
 
     def _is_whole(self, value: int) -> bool:
         """True for a computed value without marks, which all devices have whole."""

@@ -189,27 +189,21 @@ class BlockSharding:
         self, axis: int, choice: AxisChoice, before: int
     ) -> list[tuple[int, ...]]:
         """Returns each op's factors that an axis splits after `before` pieces."""
-        classes = self._classes_of(self.mesh[axis][1], before)
-        marked = self._mark(classes, choice)
-        return [self._factors_of(op, classes, marked, choice) for op in self._ops]
-
-    def _factors_of(
-        self, op: int, classes: DimClasses, marked: set[Hashable], choice: AxisChoice
-    ) -> tuple[int, ...]:
         if choice.inner == NONE:
-            return ()
-        member = self._members.get(op)
-        if member is not None:
-            return tuple(f for f, g in enumerate(member.factors) if g == choice.inner)
-        rule = self.program.ops[op].known_rule
-        return tuple(
-            f for f in range(len(rule.sizes)) if classes.of_factor(op, f) in marked
-        )
+            return [()] * len(self._ops)
+        classes = self._classes_of(self.mesh[axis][1], before)
+        marked, found = self._mark(classes, choice), list[tuple[int, ...]]()
+        for op in self._ops:
+            if (member := self._members.get(op)) is not None:
+                own = [factor == choice.inner for factor in member.factors]
+            else:
+                factors = range(len(self.program.ops[op].known_rule.sizes))
+                own = [classes.of_factor(op, factor) in marked for factor in factors]
+            found.append(tuple(factor for factor, is_own in enumerate(own) if is_own))
+        return found
 
     def _mark(self, classes: DimClasses, choice: AxisChoice) -> set[Hashable]:
         """Returns the classes of dims that an axis shards in non-contractions."""
-        if choice.inner == NONE:
-            return set()
         program = self.program
         anchor = program.ops[self.block.anchor]
         result = anchor.results[0]
@@ -230,9 +224,7 @@ class BlockSharding:
             for value, dims in tensors:
                 for dim, factors in enumerate(dims):
                     if op.known_rule.major(factors) in mine:
-                        found = classes.of_dim(value, dim)
-                        if found not in tail:
-                            marked.add(found)
+                        marked |= {classes.of_dim(value, dim)} - tail
         return marked
 
 

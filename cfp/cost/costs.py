@@ -99,10 +99,8 @@ def layout_of(analysis: Analysis, candidates: Mapping[int, SegmentChoice]) -> La
     laid_out.update(candidates)
     strategies = {
         block: strategy
-        for index, candidate in laid_out.items()
-        for block, strategy in zip(
-            segments[index].blocks, candidate.strategies, strict=True
-        )
+        for i, one in laid_out.items()
+        for block, strategy in zip(segments[i].blocks, one.strategies, strict=True)
     }
     storage = {
         group: candidate.storage
@@ -288,12 +286,11 @@ class Costs:
             every = ((self._laid_out(index, o.plain.as_written), blocks) for o in of)
             return [first.setdefault(self._ends(o, (*ahead, *back)), o) for o in every]
 
-        pass_ms = cache(
-            lambda here, there: (
-                self._one_way_ms(here, there, ahead)
-                + self._one_way_ms(there, here, back)
-            )
-        )
+        @cache
+        def pass_ms(here: _Side, there: _Side) -> float:
+            ahead_ms = self._one_way_ms(here, there, ahead)
+            return ahead_ms + self._one_way_ms(there, here, back)
+
         rows, columns = laid_out(left, before), laid_out(right, after)
         return [[pass_ms(here, there) for there in columns] for here in rows]
 

@@ -196,10 +196,8 @@ def accumulated_bytes(layout: Layout, segment: Segment) -> int:
     program, inside = layout.frame.program, set(segment.ops)
     return sum(
         value_bytes(layout, result, layout.spec(result))
-        for loop in sorted(program.opened)
-        for made, result in zip(
-            program.ops[loop].yields, program.ops[loop].results, strict=True
-        )
+        for loop in map(program.ops.__getitem__, sorted(program.opened))
+        for made, result in zip(loop.yields, loop.results, strict=True)
         if program.values[made].producer in inside and program.values[made].shape
     )
 

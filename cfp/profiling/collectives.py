@@ -118,9 +118,7 @@ class Rates:
         return cls(
             mesh=axes,
             curves=curves,
-            matmul_flops_per_ms=dict(
-                zip(("float32", "bfloat16"), flops_per_ms, strict=True)
-            ),
+            matmul_flops_per_ms=dict(zip(_DTYPES, flops_per_ms, strict=True)),
             memory_bytes_per_ms=memory_bytes_per_ms,
         )
 

@@ -186,8 +186,7 @@ def _group_size(kind: str, text: str, devices: int) -> int:
         )
     if iota := _IOTA_GROUPS.search(text):
         return int(iota[2])
-    listed = _LISTED_GROUPS.search(text)
-    if listed and listed[1]:
+    if (listed := _LISTED_GROUPS.search(text)) and listed[1]:
         groups = re.findall(r"\{([^{}]*)\}", listed[1])
         return max(len(group.split(",")) for group in groups)
     return devices

@@ -124,11 +124,9 @@ _LOOK_ELSEWHERE = TimingOptions(
 )
 _TURN_MS_ELSEWHERE = 500.0
 # decisions.md, "A race begins when clocks are steady".
-_WARM_UP_ELSEWHERE = TimingOptions(
+_WARM_UP_ELSEWHERE = replace(
+    _LOOK_ELSEWHERE,
     warmup_seconds=3.0,
-    warmup_window=1,
-    min_samples=1,
-    max_samples=1,
     budget_seconds=6.0,  # Half of it is the longest warm-up.
     min_sample_ms=150.0,
     min_repeat=1,

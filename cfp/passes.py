@@ -46,6 +46,7 @@ from cfp.profiling.jobs import Measurer
 from cfp.profiling.record import environment_parts
 from cfp.profiling.runner import place_of_parts
 from cfp.program.graph import PARTITIONED
+from cfp.program.memory import mesh_of_results
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import Lowering, planning_mesh, trace
 from cfp.race.admission import over_budget
@@ -156,7 +157,10 @@ def analyze_step(
         CfpError: the step cannot be traced, or the pins do not fit.
     """
     started = time.perf_counter()
-    where = mesh.abstract if isinstance(mesh, DescribedMesh) else planning_mesh(mesh)
+    if isinstance(mesh, DescribedMesh):
+        where = mesh.abstract
+    else:
+        where, mesh = planning_mesh(mesh), mesh_of_results(mesh, step.explicit)
     axes = tuple(mesh.shape.items())
     devices = type(where), prod(mesh.shape.values())
     if devices in step.programs:

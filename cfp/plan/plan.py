@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
@@ -327,25 +328,25 @@ class Plan:
         arguments, the step is traced again. Calls raise PlanMismatch if the step's
         program or arguments differ from the plan's.
         """
-        compiled: dict[Any, CompiledStep] = {}
+        compiled = defaultdict[Any, list[CompiledStep]](list)  # The latest first.
         is_bound = self.step is not None and self.step.fn is fn
         key = self.traced_under if is_bound else None
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            now = trace_context_key()
-            if now not in compiled:
-                if now == key and self._takes(args, kwargs):
-                    compiled[now] = self.compile_bound()
-                else:
-                    compiled[now] = self.compile(fn, *args, **kwargs)
-            try:
-                return compiled[now](*args, **kwargs)
-            except OtherStructure as changed:
+            changed, known = None, compiled[now := trace_context_key()]
+            for one in known:
                 try:
-                    compiled[now] = self.compile(fn, *args, **kwargs)
-                except PlanMismatch:
-                    raise changed from None
-            return compiled[now](*args, **kwargs)
+                    return one(*args, **kwargs)
+                except OtherStructure as error:
+                    changed = changed or error
+            try:
+                if now == key and not known and self._takes(args, kwargs):
+                    known.insert(0, self.compile_bound())
+                else:
+                    known.insert(0, self.compile(fn, *args, **kwargs))
+            except PlanMismatch as error:
+                raise changed or error from None
+            return known[0](*args, **kwargs)
 
         step.__name__ = getattr(fn, "__name__", "step")
         step.__doc__ = fn.__doc__
@@ -528,8 +529,12 @@ class Plan:
             PlanMismatch: the mesh has other axes; or its devices are of another kind or
                 TPU slice, or this JAX is another version, without `other_devices`.
         """
-        is_described = isinstance(mesh, DescribedMesh)
-        devices = mesh if is_described else [*planning_mesh(mesh).devices.flat]
+        if isinstance(mesh, DescribedMesh):
+            devices, here = mesh, None
+        else:
+            auto = planning_mesh(mesh)
+            devices = [*auto.devices.flat]
+            here = mesh if "explicit_axes" in self.environment else auto
         axes = tuple((name, size) for name, size in mesh.shape.items() if size > 1)
         differ = device_difference(axes, self.environment, devices)
         if axes != self.mesh_axes and (other_devices or not differ):
@@ -540,7 +545,7 @@ class Plan:
             )
         if not other_devices:
             check_devices(self.mesh_axes, self.environment, devices)
-        return replace(self, mesh=mesh if isinstance(mesh, Mesh) else None, raced=None)
+        return replace(self, mesh=here, raced=None)
 
 
 # Fields of a plan in one process alone: its step, devices and compiled programs.

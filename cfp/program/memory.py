@@ -5,7 +5,7 @@ Functions read the memory and the sharding of arrays, and move arrays to others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeGuard, TypeVar
 
@@ -130,6 +130,17 @@ def auto_mesh(mesh: Mesh) -> Mesh:
     """Returns the mesh with all axis types Auto."""
     axis_types = (AxisType.Auto,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
+
+
+def mesh_of_results(mesh: Mesh, explicit: Iterable[NamedSharding | None]) -> Mesh:
+    """Returns the mesh; with Auto axes unless the caller works with explicit ones.
+
+    Args:
+        explicit: shardings of arguments on explicit axes.
+    """
+    around = jax.sharding.get_abstract_mesh().axis_types
+    is_explicit = any(explicit) or AxisType.Explicit in around
+    return mesh if is_explicit else auto_mesh(mesh)
 
 
 def on_auto_mesh(sharding: NamedSharding) -> NamedSharding:

@@ -37,10 +37,6 @@ def repeated(x, times):
     return [x] * times
 
 
-def tied(w):
-    return jax.tree.map(jnp.add, w, {"up": w["up"]})
-
-
 def own_error(*args):
     raise ValueError("of my own")
 
@@ -277,10 +273,3 @@ def test_arguments_are_named_by_path(run):
     with pytest.raises(cfp.StepNotTraceable, match="w/down") as refused:
         run(branching, W, X)
     assert "leaves[" not in str(refused.value)
-
-
-def test_an_array_in_two_places_is_named(run):
-    """A module that two others share; the error is JAX's, of another structure."""
-    message = r"pytree structure(.|\n)*'w/down' and 'w/up' are one array outside"
-    with pytest.raises(cfp.StepNotTraceable, match=message):
-        run(tied, {"up": SMALL, "down": SMALL})

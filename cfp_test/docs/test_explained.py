@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import P
-from jax.sharding import AxisType
 
 import cfp
 from cfp.checking.check import Differences, Leaf
@@ -78,20 +77,23 @@ def test_what_is_donated_and_not_returned():
 
 
 @pytest.mark.explained("Outside the step, JAX wants shardings")
-def test_results_have_the_axis_types_of_their_mesh():
+def test_results_are_on_explicit_axes_if_arguments_are():
     """JAX refuses a lookup in a result on Explicit axes, and takes it on Auto ones."""
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    table = jnp.arange(32.0).reshape(8, 4)
+    how = {"mesh": mesh, "pins": {"table": P("x")}, "donate_argnums": 0}
 
-    def rows(**types):
-        mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], **types)
-        how = {"mesh": mesh, "pins": {"table": P("x")}, "donate_argnums": 0}
-        step = cfp.parallelize(lambda table: table * 2, quiet=True, **how)
-        doubled = step(jnp.arange(32.0).reshape(8, 4))
+    def rows(table):
+        doubled = cfp.parallelize(lambda table: table * 2, quiet=True, **how)(table)
         return jax.jit(lambda table: table[jnp.arange(3)])(doubled)
 
-    with pytest.raises(Exception, match=r"Use `.at\[...\].get\(out_sharding=\)`"):
-        rows()
     expected = 2 * np.arange(12.0).reshape(3, 4)
-    np.testing.assert_array_equal(rows(axis_types=(AxisType.Auto,)), expected)
+    np.testing.assert_array_equal(found := rows(table + 0), expected)
+    explicit = jax.NamedSharding(mesh, P("x"))
+    with pytest.raises(Exception, match=r"Use `.at\[...\].get\(out_sharding=\)`"):
+        rows(jax.device_put(table, explicit))
+    with pytest.raises(ValueError, match="Mesh for all inputs should be equal"):
+        jax.jit(jnp.dot)(found, jax.device_put(table[:4], explicit))
 
 
 def checked(off: float, rounding: float) -> Trial:

@@ -171,16 +171,18 @@ def test_a_module_made_again_is_planned_again_with_a_warning(tmp_path):
 
 def test_a_function_made_again_runs_in_its_own_trace(tmp_path):
     """A plan accepts other values in closures; another operation is another program."""
+    traced = []
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
     options = {"preset": "data_parallel", "cache_dir": tmp_path, "quiet": True}
 
     def adding(number):
-        return acting(lambda: lambda x: x + number)
+        return acting(lambda: lambda x: traced.append(number) or x + number)
 
     planned = cfp.plan(run, adding(1.0), X, mesh=mesh, **options).apply(run)
-    for number in (1.0, 1.0, 2.0, 1.0):
-        net = adding(number)
+    for net in [adding(number) for number in (1.0, 1.0, 2.0)] * 2:
         np.testing.assert_allclose(planned(net, X), run(net, X), rtol=1e-6)
+        traced.pop()  # By the call without a plan.
+    assert traced == [1.0, 1.0, 1.0, 2.0]
     with pytest.raises(cfp.PlanMismatch, match=r"structure changed .*net/act = "):
         planned(acting(lambda: jnp.sin), X)
 

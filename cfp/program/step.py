@@ -193,7 +193,7 @@ class FlatStep:
         new = [name for name in names if name not in self.arg_names]
         changes = (("missing", gone), ("not there before", new))
         if pair := self.parted(names):
-            return f"{pair} are two objects, and were one (return both from the step)"
+            return f"{pair} are two objects, and were one (pass one object for both)"
         if pair := self.parted(self.arg_names, now):
             return f"{pair} are one object, and were two (pass a copy of one)"
         if words := [f"{what}: {few(x)}" for what, x in changes if x]:

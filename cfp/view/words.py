@@ -49,7 +49,7 @@ def storage_text(segment: PlanSegment, pinned: Collection[int] = ()) -> str:
         further = ", update sharded" * (stored is not Storage.USED)
         words = f"{words}, {given} of {count} pinned"
         words = f"pinned{further}" if given == count else words
-    words += ", those of another segment" if segment.shared else ""
+    words += ", tied to another segment" if segment.shared else ""
     kernels = [kernels_text(segment.kernels)] if segment.kernels else []
     return ", ".join([words, *kernels, *[REMATERIALIZED] * segment.rematerialized])
 

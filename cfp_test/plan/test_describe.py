@@ -82,7 +82,7 @@ def test_a_head_tied_to_an_embedding_says_how_its_parameters_are_stored(tied):
     assert not head.parameters and head.shared[0] in embedding.parameters
     assert not head.parameters and head.shown_storage is head.shared[0].storage
     stored = storage_text(embedding)
-    assert storage_text(head) == f"{stored}, those of another segment"
+    assert storage_text(head) == f"{stored}, tied to another segment"
     assert cfp.Plan.from_json(json.loads(tied.to_json())).segments == tied.segments
     assert storage_text(replace(head, shared=())) == "none updated"
     assert parameters_text("none updated") == "no parameters updated"

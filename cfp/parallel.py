@@ -279,11 +279,14 @@ class ParallelStep:
         if self._latest and self._latest.compiled.step.parted(step.arg_names):
             raise PlanMismatch(f"{self.__name__!r} is not planned again, {again}.")
         when = f"again, {again}" if again else "once for its first call"
-        if again:
+        if self._latest and again:
+            before, sizes = self._latest.compiled.step, [a.shape for a in step.avals]
+            is_alike = before.in_tree == step.in_tree
+            resized = is_alike and sizes != [a.shape for a in before.avals]
             warn(
-                f"{self.__name__!r} is planned again, {again}. That takes "
-                "planning and compiling. Drop or pad a smaller last batch. step.plans "
-                "lists all plans."
+                f"{self.__name__!r} is planned again, {again}. That takes planning and "
+                f"compiling.{' Drop or pad a smaller last batch.' * resized} "
+                "step.plans lists all plans."
             )
         doing = f"planning how to shard {self.__name__!r}, {when}"
         options = dict(self._options)
@@ -295,19 +298,13 @@ class ParallelStep:
         shows = shown(options.pop("settings", None), doing, _SILENCE, self._quiet)
         with shows as how:
             options |= {"settings": how, "quiet": True}
-            found = self._find(step, args, kwargs, options)
+            find = partial(plan_anew, self._fn, *args, **kwargs)
+            found = self._find(step, find, options)
             tell = how.progress or (lambda _: None)
             return _Planned(now, found, found.compile_bound(tell))
 
-    def _find(
-        self,
-        step: FlatStep,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        options: dict[str, Any],
-    ) -> Plan:
+    def _find(self, step: FlatStep, find: Callable[..., Plan], options: dict) -> Plan:
         """Plans a step; later ones keep the first's mesh, and shardings if possible."""
-        find = partial(plan_anew, self._fn, *args, **kwargs)
         if not self.plans:
             return find(mesh=self._mesh, **options)
         first, names = self.plans[0], step.arg_names

@@ -109,6 +109,9 @@ class PlanOptions:
     cache_dir: str | Path | None = None
     settings: PlannerSettings = field(default_factory=PlannerSettings)
 
+    def __post_init__(self) -> None:
+        parse_bytes(self.memory_budget)
+
     @property
     def of_arguments(self) -> dict[str, Any]:
         """The four options that name static and donated arguments, as keywords."""

@@ -137,8 +137,8 @@ def span_text(numbers: list[int]) -> str:
 # ------------------------------------------------------------------- numbers with units
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-# A smaller number without a unit is an error: the user forgot the unit.
-_LEAST_BARE = 2**20
+# Smaller amounts without a unit are errors: the user forgot the unit.
+_LEAST_WRITTEN, _LEAST_NUMBER = 2**20, 2**10
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -147,7 +147,7 @@ def parse_bytes(text: int | float | str | None) -> int | None:
 
     Raises:
         CfpError: the text is no positive amount of memory, or has no unit and means
-            less than 1 MiB.
+            less than 1 MiB, or is a number below 1024.
     """
     if text is None:
         return None
@@ -161,8 +161,8 @@ def parse_bytes(text: int | float | str | None) -> int | None:
         raise CfpError(
             f"Expected an amount of memory such as '80GiB' or '512MB', got {text!r}."
         )
-    number = text.strip() if isinstance(text, str) else ""
-    if number and not number[-1].isalpha() and amount < _LEAST_BARE:
+    least = _LEAST_WRITTEN if isinstance(text, str) else _LEAST_NUMBER
+    if not (number := str(text).strip())[-1].isalpha() and amount < least:
         raise CfpError(
             f"An amount of memory without a unit is in bytes, and {number} bytes are "
             f"too few. Write {number}GiB or {number}MiB, or {number}B for bytes."

@@ -234,7 +234,7 @@ def find(given: Any) -> Fastest:
         settings = o.settings(given, display.tell)
         return plan_fastest(
             **wanted,
-            memory_budget=parse_bytes(options["memory_budget"]),
+            memory_budget=options["memory_budget"],
             pins=parse_pins(options["pin"]),
             preset=options["preset"],
             cache_dir=options["workdir"],
@@ -450,19 +450,19 @@ def search(ctx: typer.Context, given: Any) -> Answer:
     Example: cfp search gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --workdir work
     """
     o.supervise(ctx, given.workdir)
-    budget = parse_bytes(given.memory_budget)
+    parse_bytes(given.memory_budget)
     check_writable(given.output)
     with Display(given.quiet) as display:
         session = open_session(ctx)
         settings = o.settings(ctx, display.tell)
-        made = search_stored(session, given.workdir, budget, settings).plan
+        made = search_stored(session, given.workdir, given.memory_budget, settings).plan
     return plan_answer(made, given.output)
 
 
 def search_stored(
     session: Session,
     workdir: Path | None,
-    budget_bytes: int | None,
+    memory_budget: str | None,
     settings: PlannerSettings,
 ) -> FoundPlan:
     """Plans from stored measurements of segments.
@@ -472,9 +472,8 @@ def search_stored(
     Raises:
         CfpError: measurements are missing.
     """
-    options = PlanOptions(
-        cache_dir=workdir, memory_budget=budget_bytes, settings=settings
-    )
+    how = {"cache_dir": workdir, "memory_budget": memory_budget}
+    options = PlanOptions(**how, settings=settings)
     stored = replace(options, settings=replace(settings, measure=False))
     with stored.context(session.mesh) as context:
         profiles = profile_segments(context, session.analysis)

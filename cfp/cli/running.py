@@ -178,7 +178,7 @@ def run(ctx: typer.Context, given: Any) -> Answer:
             "--memory-budget is for a new plan, and --plan names a finished one. Leave "
             "out one of them; cfp show plan.json prints a plan's memory."
         )
-    budget = parse_bytes(given.memory_budget)
+    parse_bytes(given.memory_budget)
     saved = Plan.load(given.plan) if given.plan is not None else None
     with Display(given.quiet) as display:
         found, devices_mesh = target_of(ctx, saved)
@@ -191,7 +191,7 @@ def run(ctx: typer.Context, given: Any) -> Answer:
                 mesh=devices_mesh,
                 static_argnums=found.static,
                 donate_argnums=found.donate,
-                memory_budget=budget,
+                memory_budget=given.memory_budget,
                 preset=given.preset,
                 cache_dir=given.workdir,
                 settings=o.settings(ctx, display.tell),

@@ -408,6 +408,9 @@ def test_static_arguments_keys_and_keywords(mesh, cache):
     for mode in ("gram", "plain"):
         found = run(x, mode, key, scale=2.0)
         assert_same(found, step(x, mode, key, scale=2.0))
+    with pytest.warns(UserWarning, match="for static arguments") as warned:
+        run(x, "twice", key, scale=2.0)
+    assert not any("batch" in str(one.message) for one in warned)
 
 
 @pytest.mark.filterwarnings("ignore:.* is planned again:UserWarning")
@@ -584,7 +587,7 @@ def test_a_budget_is_kept_or_refused_with_the_smallest(mesh, cache):
         cache_dir=cache,
     )
     with pytest.raises(cfp.MemoryBudgetError, match="is enough for") as caught:
-        run(memory_budget=1000, settings=QUICK)
+        run(memory_budget="1000B", settings=QUICK)
     assert "That memory is for: " in str(caught.value)
     # Predictions are off by a few percent; what the error names is not.
     least = caught.value.smallest_feasible_bytes

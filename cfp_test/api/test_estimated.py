@@ -80,7 +80,7 @@ def test_what_compiled_before_is_not_compiled_again(tmp_path):
     seconds = first.search["compile_seconds"]
     assert again.search["compile_seconds"] == seconds > 0.0
     with pytest.raises(cfp.MemoryBudgetError):
-        cfp.plan(STEP, *ARGS, **how, memory_budget=1000)
+        cfp.plan(STEP, *ARGS, **how, memory_budget="1000B")
 
 
 def test_what_does_not_compile_is_replaced_by_the_next(tmp_path, monkeypatch):

@@ -146,6 +146,7 @@ CASES = {
     ),
     "settings as a dict": bad_step(train_step, settings={"per_kind": 2}),
     "a budget in words": bad_step(train_step, memory_budget="plenty"),
+    "a budget without a unit": bad_step(train_step, memory_budget=2),
     "a misspelled option of plan": bad_step(train_step, memory_buget="20GiB"),
     "a misspelled option of bind": lambda run, plan, folder: plan.bind(
         train_step, W, X, donate_argnum=0

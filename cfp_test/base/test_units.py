@@ -47,9 +47,15 @@ def test_a_few_bytes_without_a_unit_are_refused(text):
         parse_bytes(text)
     assert f"Write {number}GiB or {number}MiB, or {number}B for" in str(caught.value)
     assert parse_bytes(f"{number}B") == int(float(number))
-    assert parse_bytes(float(number)) == int(float(number))
+
+
+@pytest.mark.parametrize("number", [2, 80, 1000, 1.5])
+def test_a_small_number_is_refused(number):
+    with pytest.raises(CfpError, match=f"Write {number}GiB or {number}MiB"):
+        parse_bytes(number)
 
 
 def test_many_bytes_need_no_unit():
+    assert parse_bytes(1024) == 1024 and parse_bytes(4e3) == 4000
     assert parse_bytes("1048576") == 2**20
     assert parse_bytes("8e9") == 8 * 10**9

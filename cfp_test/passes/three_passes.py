@@ -32,7 +32,6 @@ from cfp.context import DetailedSettings, PlannerSettings, open_context
 from cfp.errors import CfpError
 from cfp.models import find
 from cfp.passes import profile
-from cfp.printable import parse_bytes
 from cfp.profiling.store import store_path
 from cfp.search.requests import MeasurementRequest
 from cfp.settings import ConstraintLevel
@@ -257,8 +256,7 @@ def _search(session: Session, args: argparse.Namespace) -> None:
     analysis = session.analysis
     with Display() as display:
         settings = replace(_settings(args), progress=display.tell)
-        budget = parse_bytes(args.memory_budget)
-        found = search_stored(session, args.workdir, budget, settings)
+        found = search_stored(session, args.workdir, args.memory_budget, settings)
     plan = found.plan
     numbers = [
         number

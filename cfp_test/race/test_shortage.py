@@ -51,7 +51,7 @@ def refused(tmp_path) -> Callable[..., tuple[cfp.MemoryBudgetError, cfp.Plan]]:
         options |= {"mesh": mesh, "preset": "data_parallel", "cache_dir": tmp_path}
         options["settings"] = cfp.PlannerSettings(race=False)
         with pytest.raises(cfp.MemoryBudgetError) as caught:
-            cfp.plan(step, *args, memory_budget=1000, **options)
+            cfp.plan(step, *args, memory_budget="1000B", **options)
         return caught.value, cfp.plan(step, *args, **options)
 
     return make

@@ -401,9 +401,9 @@ class Core:
         weights = next(i for i, arg in enumerate(mix.args) if isinstance(arg, int))
         uses = {name: self.reads[name].use for name in ("q", "k", "v")}
         uses["weights"] = mix.op.id, weights
-        return {name: self._narrowest(use) for name, use in uses.items()}
+        return {name: self.narrowest(use) for name, use in uses.items()}
 
-    def _narrowest(self, use: Use) -> str:
+    def narrowest(self, use: Use) -> str:
         """Name of the narrowest dtype of an operand and of what views make it from."""
         program, values = self.every.program, self.every.values
         node, found = (self._value(use).id, ()), list[np.dtype]()

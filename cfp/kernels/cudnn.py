@@ -57,11 +57,6 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
             f"it adds a bias in {problem.dtype}, which would round this one; it would "
             f"with the bias cast to {problem.dtype}"
         )
-    if problem.rounds_output:
-        return (
-            f"it makes its output in {problem.dtype}, which would round this one; it "
-            f"would with the output cast to {problem.dtype}"
-        )
     is_odd = problem.queries % 2 or problem.keys % 2
     if is_odd and (problem.bias or problem.hides_keys):
         return "with a bias or mask, queries and keys must be even numbers"

@@ -14,7 +14,7 @@ from cfp.analysis.strategies import FactorAxes
 from cfp.errors import CfpError
 from cfp.kernels import chunked
 from cfp.kernels.call import refusal
-from cfp.kernels.core import Steps
+from cfp.kernels.core import Core, Steps
 from cfp.kernels.functions import (
     NAME,
     AttentionFunctions,
@@ -175,7 +175,7 @@ def _problem(
     batch = [x for x in sizes if x[0] == "b" and x != meaning.heads]
     groups = [x for x in sizes if x[0] == "q" and x != meaning.tokens]
     kv_heads = sizes.get(meaning.heads, 1)
-    outputs = [x.core.makes["out"].value for x in passes if not x.core.is_backward]
+    wide = [_is_output_wide(program, x.core, jnp.dtype(dtype)) for x in passes]
     by_key = any(one.sides and one.by_key for one in every)
     return AttentionProblem(
         batch=prod(sizes[x] for x in batch),
@@ -190,7 +190,7 @@ def _problem(
         segments=by_key,
         hides_keys=by_key,
         bias=any(one.sides and not one.by_key for one in every),
-        rounds_output=any(_is_kept_wide(program, v, jnp.dtype(dtype)) for v in outputs),
+        rounds_output=any(wide),
         scale=meaning.scale,
     )
 
@@ -201,9 +201,12 @@ def _held(passes: Sequence[Proved]) -> dict[str, str]:
     return {name: common([one[name] for one in every]) for name in every[0]}
 
 
-def _is_kept_wide(program: Program, v: int, dtype: Any) -> bool:
-    """True if a value is wider than `dtype`, and is used or returned so."""
-    views = ("convert", "transpose", "reshape")
+def _is_output_wide(program: Program, core: Core, dtype: Any) -> bool:
+    """True if a pass's output or its gradient is used in a wider dtype."""
+    if core.is_backward:
+        held = jnp.dtype(core.narrowest(core.reads["dout"].use))
+        return held.itemsize > dtype.itemsize
+    v, views = core.makes["out"].value, ("convert", "transpose", "reshape")
 
     def is_wide(v: int) -> bool:
         return numpy_dtype(program.values[v].dtype).itemsize > dtype.itemsize
@@ -377,6 +380,11 @@ def refusal_of(
     """Reason why a kernel with roles (`way`) cannot compute a problem, or None."""
     if problem.dtype == "float64":
         return "kernels compute in float32 at most, and the attention is in float64"
+    if problem.rounds_output:
+        return (
+            f"it makes its output in {problem.dtype}, which would round this one; it "
+            f"would with the output cast to {problem.dtype}"
+        )
     try:
         strategy = AttentionStrategy.of(dict(way.roles) or None, dict(sizes))
     except CfpError as error:

@@ -234,7 +234,7 @@ def test_a_preset_is_within_the_budget_or_refused_though_none_races(plan):
     with pytest.raises(
         cfp.MemoryBudgetError, match=r"segments: \d+ as data_parallel\."
     ) as caught:
-        plan(1000, preset="data_parallel", race=False)
+        plan(2000, preset="data_parallel", race=False)
     needed = caught.value.smallest_feasible_bytes
     with pytest.raises(cfp.MemoryBudgetError):
         plan(needed - 1, preset="data_parallel", race=False)

@@ -194,11 +194,10 @@ def test_the_wide_product_of_an_attention_is_named(mesh, mix, wide, product):
         file, _, line = match.source.rpartition(":")
         assert file.endswith("test_matching.py")
         assert int(line) == product.__code__.co_firstlineno + 1
-        if mix is not wide_output or not match.passes[0].core.is_backward:
-            reason = AttentionProposal(match, Way("cudnn")).refusal({}, "cuda")
-            assert (reason or "").rpartition("; it would with ")[2] == wide
+        reason = AttentionProposal(match, Way("cudnn")).refusal({}, "cuda")
+        assert (reason or "").rpartition("; it would with ")[2] == wide
     found = compare(step, args, mesh=mesh, exact=step)
-    assert found.taken
+    assert bool(found.kernels) == (mix is not wide_output)  # None rounds an output.
     assert ("cudnn" in found.kernels) == (not wide)
     assert found.worst < TOLERANCE
 

@@ -80,7 +80,7 @@ def planned(mesh, tmp_path_factory):
         )
 
     with pytest.raises(cfp.MemoryBudgetError) as caught:
-        plan(1000)
+        plan(2000)
     less = caught.value.smallest_feasible_bytes * 9 // 10
     with pytest.raises(cfp.MemoryBudgetError):
         plan(less)

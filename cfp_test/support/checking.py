@@ -28,7 +28,7 @@ MeshSizes = tuple[tuple[str, int], ...]
 
 # An output whose numbers all cancel to zero holds nothing but rounding errors; below
 # this root mean square, differences count as none.
-NOISE = 1e-6
+NOISE = 3e-7
 # Nudges of the arguments by which a result's rounding is measured.
 _DRAWS = 4
 

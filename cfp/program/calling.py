@@ -419,7 +419,9 @@ def is_object(node: Any) -> bool:
     """True for a custom node of a pytree that may change in place, such as a module."""
     is_value = isinstance(node, Mapping) and not isinstance(node, MutableMapping)
     parameters = getattr(type(node), "__dataclass_params__", None)
-    is_value = is_value or getattr(parameters, "frozen", False)
+    code = getattr(type(node).__setattr__, "__code__", None)  # Such as Equinox's.
+    raises = "FrozenInstanceError" in getattr(code, "co_names", ())
+    is_value = is_value or raises or getattr(parameters, "frozen", False)
     return not (is_value or isinstance(node, partial)) and is_module(node)
 
 

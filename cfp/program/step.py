@@ -8,14 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterator,
-    Mapping,
-    Sequence,
-    Set,
-)
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
@@ -193,7 +186,7 @@ class FlatStep:
         new = [name for name in names if name not in self.arg_names]
         changes = (("missing", gone), ("not there before", new))
         if pair := self.parted(names):
-            return f"{pair} are two objects, and were one (pass one object for both)"
+            return f"{pair} are two objects, and were one (pass one, or plan for two)"
         if pair := self.parted(self.arg_names, now):
             return f"{pair} are one object, and were two (pass a copy of one)"
         if words := [f"{what}: {few(x)}" for what, x in changes if x]:

@@ -1,5 +1,6 @@
 """Modules and variables at several places: one object, as under nnx.jit."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,6 +126,23 @@ def test_one_object_that_is_two_later_is_refused(mesh):
             step(a, later, X)
     with pytest.raises(PlanMismatch, match="a and b are two objects"):
         planned(halve, one, one, X, mesh=mesh).apply(halve)(one, held(), X)
+
+
+def test_a_module_that_cannot_change_is_a_value_at_each_place(mesh):
+    """An average begins as its model, and then differs from it."""
+
+    def averaged(model, average, x):
+        model = jax.tree.map(lambda a: a / 2, model)
+        average = jax.tree.map(lambda a, b: (a + b) / 2, average, model)
+        return model, average, jax.vmap(average)(x)
+
+    one = eqx.nn.Linear(4, 4, use_bias=False, key=jax.random.key(0))
+    plan = planned(averaged, one, one, X, mesh=mesh)
+    assert plan.arg_names == ("model/weight", "average/weight", "x")
+    step, model, average, result = plan.apply(averaged), one, one, None
+    for _ in range(2):
+        model, average, result = step(model, average, X)
+    np.testing.assert_allclose(result, X @ one.weight.T / 2, rtol=1e-6)
 
 
 def test_two_objects_that_are_one_later_are_refused(mesh):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, compress
 from types import NoneType
 from typing import Any
 
@@ -134,14 +134,15 @@ class FlatStep:
         """
         dynamic, changed = self._split(args, kwargs)
         if self._has_fixed:
-            dynamic = calling.fixed(calling.together(dynamic, self.shares))
+            shares = self.shares and any(self._in_objects)
+            dynamic = calling.fixed(calling.together(dynamic, shares))
         try:
             leaves = self.in_tree.flatten_up_to(dynamic)
         except (ValueError, TypeError, RuntimeError):  # Of a text of deleted arrays.
             return None
-        if self._has_objects and len({*map(id, leaves)}) < len(leaves):
-            return None  # Two objects may be one now.
-        return None if changed or NoneType in map(type, leaves) else leaves
+        own = [*map(id, compress(leaves, self._in_objects))]
+        shared = len({*own}) < len(own)  # Two objects may be one now.
+        return None if changed or shared or NoneType in map(type, leaves) else leaves
 
     def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """Returns dynamic (args, kwargs), and (key, old, new) of a changed static one.
@@ -162,16 +163,15 @@ class FlatStep:
         return calling.has_fixed(self._dynamic)
 
     @cached_property
-    def _has_objects(self) -> bool:
+    def _in_objects(self) -> list[bool]:
         nodes = tree_leaves(self._dynamic, is_leaf=calling.is_object)
-        return any(map(calling.is_object, nodes))
+        return [calling.is_object(node) for node in nodes for _ in tree_leaves(node)]
 
     def parted(self, names: Sequence[str], dynamic: Any = None) -> str:
         """Names places of one object, of the step's, that leaves `names` make two."""
         tree = self._dynamic if dynamic is None else dynamic
         parts = [(path, None) for pair in calling.shared_places(tree) for path in pair]
-        static = {key for key, _ in self.static}
-        named = [name for _, name, _ in _named_leaves(self.fn, tree, static, parts)]
+        named = [x[1] for x in _named_leaves(self.fn, tree, dict(self.static), parts)]
         for first, later in zip(named[::2], named[1::2], strict=True):
             if any(name.startswith(f"{later}/") for name in names):
                 return f"{first} and {later}"

@@ -436,7 +436,7 @@ def test_the_error_names_what_needs_least_of_all_that_was_tried(tmp_path):
     assert third.startswith("  That program, compiled ")
     assert third.endswith(" as data_parallel.")
     # What cannot fit by estimate is not compiled.
-    error, _ = refused(1)
+    error, _ = refused("1B")
     assert error.smallest_feasible_bytes == peaks["whole"]
 
     # One that cannot be traced lacks no memory.
@@ -444,7 +444,7 @@ def test_the_error_names_what_needs_least_of_all_that_was_tried(tmp_path):
         raise ValueError("it does not divide")
 
     how["leaner"] = lambda: [replace(parts, fn=broken)]
-    error, _ = refused(1)
+    error, _ = refused("1B")
     assert error.smallest_feasible_bytes == peaks["whole"]
 
 

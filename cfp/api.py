@@ -251,6 +251,5 @@ def plan_fastest(
         CfpError: no variant can be planned.
         ProcessError: this program's processes differ, or one has failed.
     """
-    how = DetailedSettings.of(settings)
-    given = PlanOptions(settings=how, **options)
+    given = PlanOptions(settings=DetailedSettings.of(settings), **options)
     return find_fastest(run_passes, variants, given, leaner, quiet)

@@ -307,8 +307,7 @@ def measured_rates(context: PlanContext) -> Rates:
 
 def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
     """Estimates the fastest choice that fits, else the leanest; may measure rates."""
-    started = time.perf_counter()
-    profiles = _estimated(context, analysis, started)
+    profiles = _estimated(context, analysis, time.perf_counter())
     problem = profiles.problem
     assert problem is not None, "estimates decide"
     best = solve(problem)

@@ -38,13 +38,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from math import inf
+from math import inf, prod
 from types import MappingProxyType
 from typing import Any
 
-from cfp.analysis.analyze import Analysis
+from cfp.analysis.analyze import Analysis, model_work
 from cfp.analysis.layout import Choice, lay_out
 from cfp.analysis.presets import presets
+from cfp.analysis.roles import batch_rows, data_arguments
 from cfp.context import MemoryBudget
 from cfp.cost.costs import segment_candidate
 from cfp.cost.memory import can_rematerialize, result_bytes
@@ -249,8 +250,7 @@ class _Admission:
         allowed = max(0, MOST_REFUSED - len(failed))
         if self.memory is None:
             allowed = len(queue)
-        exempt = self.exempt_from_refusals
-        first = [ways for ways in queue if ways[0].key in exempt]
+        first = [ways for ways in queue if ways[0].key in self.exempt_from_refusals]
         if reach is None:
             return [] if fitting else [*(queue if allowed else first)][:1]
 
@@ -373,6 +373,7 @@ _WORTH_A_REMEDY = 0.15
 RESULTS = "results that reuse no donated argument"
 TEMPORARIES = "temporaries"
 RESERVE = "the allocator's reserve"
+_SPLIT = "split it, if the step takes microbatches (--microbatches, cfp.plan_fastest)"
 
 
 def over_budget(
@@ -392,12 +393,12 @@ def over_budget(
         output_bytes=results,
         temp_bytes=best.memory_bytes - held,
     )
-    budget = format_bytes((problem.budget_bytes or 0) + reserve_bytes)
+    most = (problem.budget_bytes or 0) + reserve_bytes
     first = (
-        f"No plan fits in {budget} of memory on each device. The smallest sufficient "
-        f"budget is about {format_bytes(needed, up=True)}, predicted."
+        f"No plan fits in {format_bytes(most)} of memory on each device. The smallest "
+        f"sufficient budget is about {format_bytes(needed, up=True)}, predicted."
     )
-    return _error(analysis, first, size, reserve_bytes, choice)
+    return _error(analysis, first, size, most, reserve_bytes, choice)
 
 
 def no_winner(
@@ -429,7 +430,9 @@ def no_winner(
         "enough for the smallest compiled program; budgets between the two were not "
         f"searched.\n  {_described(analysis, best)}"
     )
-    error = _error(analysis, first, best.size, reserve_bytes, best.candidate.choice)
+    error = _error(
+        analysis, first, best.size, most, reserve_bytes, best.candidate.choice
+    )
     broken = defaultdict[str, list[str]](list)
     for one in results:
         if one.record and one.record.status not in ("ok", "out_of_memory"):
@@ -481,6 +484,7 @@ def _error(
     analysis: Analysis,
     first: str,
     size: CompiledBytes,
+    budget_bytes: int,
     reserve_bytes: int,
     choice: Choice,
 ) -> MemoryBudgetError:
@@ -492,39 +496,45 @@ def _error(
         "code": size.code_bytes,
         RESERVE: reserve_bytes,
     }
-    needed_bytes = size.peak_bytes + reserve_bytes
+    needed = size.peak_bytes + reserve_bytes
     parts = [(name, size) for name, size in Counter(use).most_common() if size > 0]
     uses = ", ".join(
-        f"{name} {format_bytes(size)} ({size / needed_bytes:.0%})"
+        f"{name} {format_bytes(size)} ({size / needed:.0%})"
         for name, size in parts
-        if size >= _WORTH_NAMING * needed_bytes
+        if size >= _WORTH_NAMING * needed
     )
-    large = {name for name, size in parts if size >= _WORTH_A_REMEDY * needed_bytes}
-    advice = _advice(analysis, choice, [n for n, _ in parts], large)
-    text = f"{first}\n  That memory is for: {uses}.\n  Raise the budget{advice}"
-    return MemoryBudgetError(
-        text, smallest_feasible_bytes=needed_bytes, contributors=parts
-    )
+    if (least := _least_state_bytes(analysis)) > budget_bytes - reserve_bytes:
+        state = f"{format_bytes(least)} on each device if all shard it"
+        uses += f".\n  The state alone needs {state}"
+    large = {name for name, size in parts if size >= _WORTH_A_REMEDY * needed}
+    advice = _advice(analysis, choice, large)
+    text = f"{first}\n  That memory is for: {uses}.\n  Raise the budget{advice}."
+    return MemoryBudgetError(text, smallest_feasible_bytes=needed, contributors=parts)
 
 
-def _advice(
-    analysis: Analysis, choice: Choice, parts: Sequence[str], large: set[str]
-) -> str:
+def _least_state_bytes(analysis: Analysis) -> int:
+    """Bytes of the state on each device if all devices shard it; not of host memory."""
+    frame, devices = analysis.frame, prod(size for _, size in analysis.frame.mesh)
+    program = frame.program
+    here = (p for p in frame.group_of_arg if not any(program.arg_memory[p : p + 1]))
+    return sum(program.values[program.args[p]].size_bytes for p in here) // devices
+
+
+def _advice(analysis: Analysis, choice: Choice, large: set[str]) -> str:
     """Returns what follows "Raise the budget"; `large` are the parts worth a remedy."""
-    advice = ""
+    frame, segments, advice = analysis.frame, analysis.segments, ""
     if large != {RESERVE}:  # Each device has a reserve, so more devices do not help.
         advice += ", use more devices"
-    if not parts or parts[0] == TEMPORARIES or TEMPORARIES in large:
-        advice += (
-            ", make the batch smaller, or, if the step takes microbatches, split it "
-            "(--microbatches, cfp.plan_fastest)"
-        )
+    if not large or TEMPORARIES in large:
+        samples = model_work(frame, data_arguments(frame)).get("batch_samples", 0)
+        is_split = batch_rows(frame, round(samples)) < samples
+        smaller = "its microbatches" if is_split else _SPLIT
+        advice += f", make the batch smaller, or {smaller}"
     if RESULTS in large:
         advice += ", or donate the state (--donate 0, donate_argnums=0)"
-    able = [s.index for s in analysis.segments if can_rematerialize(analysis.frame, s)]
-    if not able:
-        return f"{advice}."
-    return (
-        f"{advice}. {len(choice.remat)} of {len(able)} possible segments are "
-        "rematerialized; jax.checkpoint in the model (the zoo: --remat) keeps less."
-    )
+    if able := sum(can_rematerialize(frame, one) for one in segments):
+        advice += f". Rematerialized segments: {len(choice.remat)} of {len(segments)}"
+        advice += f" (possible: {able})"
+        if not any("rematted_computation" in op.scope for op in frame.program.ops):
+            advice += "; jax.checkpoint in the model (the zoo: --remat) keeps less"
+    return advice

@@ -273,9 +273,8 @@ class Answer:
         best = min(since, key=_turn_ms, default=None)
         if best is None or best.choice == self.known:
             return False
-        if choice_digest(best.choice) in self.raced:
-            return False
-        return _turn_ms(best) < (1.0 - WORTH_HAVING) * self.time_ms
+        is_new = choice_digest(best.choice) not in self.raced
+        return is_new and _turn_ms(best) < (1.0 - WORTH_HAVING) * self.time_ms
 
 
 _ANSWERS = TypeAdapter(Answer)
@@ -391,8 +390,7 @@ def to_race_again(
     budget_bytes = context.memory.budget_bytes
     allowed = known_kernels(context.defaults.replacing_for_memory.kernels)
     defaults, passed = context.defaults, {MEMORY_SHARE, *NO_LATENCY_HIDING}
-    for options in (defaults.shared_options, *defaults.compiler_options.values()):
-        passed.update(options)
+    passed.update(defaults.shared_options, *defaults.compiler_options.values())
     [first] = programs_of(analysis, candidates[:1], context.environment)
     known = [
         (one, record)

@@ -139,18 +139,14 @@ def _compare(
             ]
             as_written, as_meant = (one.result() for one in begun)
         replaced = jax.jit(lambda *x: part.replaced(mesh, *x))
-        widen = jax.jit(
-            lambda xs: [x.astype(wide_dtype(x.dtype)) for x in xs],
-            out_shardings=shardings,
-        )
+        placed = partial(jax.jit, out_shardings=shardings)
+        widen = placed(lambda xs: [x.astype(wide_dtype(x.dtype)) for x in xs])
         kinds = [part.aval(v).dtype for v in part.inputs]
         floats = [one for one in kinds if jnp.issubdtype(one, jnp.floating)]
         # GPUs multiply float32 numbers in TF32, with 11 bits.
         rounding = max(2.0**-11, *(float(jnp.finfo(one).eps) for one in floats))
         compare = jax.jit(partial(_worst, rounding))
-        draw = jax.jit(
-            lambda key, scale: [*_drawn(part, key, scale)], out_shardings=shardings
-        )
+        draw = placed(lambda key, scale: [*_drawn(part, key, scale)])
         offs: list[float] = []
         for number, scale in enumerate(_SCALES):
             if in_flight.is_closed:

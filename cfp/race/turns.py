@@ -394,8 +394,7 @@ def _collectives_ms(result: RaceResult, rates: Rates) -> float:
     for one in result.collectives:
         # Sizes of others are of all devices together.
         ways = 1 if one.kind in COMBINED_KINDS else one.group_size
-        size = one.bytes * ways
-        total_ms += one.count * rates.collective_ms(one.kind, axes, size)
+        total_ms += one.count * rates.collective_ms(one.kind, axes, one.bytes * ways)
     return total_ms
 
 
@@ -407,13 +406,11 @@ def _is_told(samples: Sequence[Sequence[float]]) -> bool:
     turns = {len(one) for one in samples}
     if len(turns) != 1 or min(turns) < 2:
         return False
-    times_ms = [median(one) for one in samples]
-    best_ms = min(times_ms)
-    fastest = samples[times_ms.index(best_ms)]
+    fastest = min(samples, key=median)
     return all(
-        time_ms <= (1.0 + ALIKE) * best_ms
+        median(one) <= (1.0 + ALIKE) * median(fastest)
         or all(other > best for other, best in zip(one, fastest, strict=True))
-        for one, time_ms in zip(samples, times_ms, strict=True)
+        for one in samples
     )
 
 
@@ -433,12 +430,9 @@ class Ranking:
     @property
     def results(self) -> list[RaceResult]:
         """All results, the leaders first."""
-        others = (
-            sorted(self.others, key=lambda one: one.time_ms)
-            if self.leaders
-            else self.others
-        )
-        return [*self.leaders, *others]
+        if not self.leaders:
+            return [*self.others]
+        return [*self.leaders, *sorted(self.others, key=lambda one: one.time_ms)]
 
     @property
     def ties(self) -> list[RaceResult]:
@@ -446,9 +440,7 @@ class Ranking:
 
         Of the leaders only, if any ran. Programs over the budget do not count.
         """
-        ran = [one for one in self.leaders if one.ran] or [
-            one for one in self.others if one.ran
-        ]
+        ran = [o for o in self.leaders if o.ran] or [o for o in self.others if o.ran]
         if not ran:
             return []
         fastest = min(ran, key=lambda one: one.time_ms)

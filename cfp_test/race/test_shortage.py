@@ -21,10 +21,12 @@ from cfp.race.programs import RaceResult
 from cfp.search.guided import Candidate
 from cfp.search.requests import whole_job
 from cfp.settings import defaults_of
+from cfp.targets import resolve
 from cfp_test.program.stacks import stack_step
 from cfp_test.race.results import result_of
 
 MIB = 2**20
+SMALL = "--layers 2 --hidden 512 --seq 512 --batch 32 --vocab 512".split()
 
 
 def step(w, x):
@@ -156,6 +158,27 @@ def test_the_smallest_program_is_named_by_its_shardings(analysis):
     assert named(earlier) == f"That program, compiled by an earlier run, {parts}"
 
 
+def test_advice_is_not_what_the_step_does_already():
+    """A step that scans microbatches, or that uses jax.checkpoint."""
+
+    def advice(*words):
+        target = resolve("gpt", [*SMALL, *words])
+        described = {"mesh": cfp.described("4xh200"), "memory_budget": "129MiB"}
+        with pytest.raises(cfp.MemoryBudgetError) as caught:
+            cfp.plan(target.step, *target.args, **described, quiet=True)
+        return str(caught.value).partition("Raise the budget")[2]
+
+    split, checkpoint = (
+        "--microbatches, cfp.plan_fastest",
+        "jax.checkpoint in the model",
+    )
+    assert split in advice() and checkpoint in advice()
+    said = advice("--microbatches", "2", "--remat")
+    assert split not in said and checkpoint not in said
+    assert "make the batch smaller, or its microbatches" in said
+    assert "The state alone" not in said
+
+
 def test_what_is_named_by_prediction_does(tmp_path):
     """Also where the allocator's reserve is taken off the budget."""
     reserve = defaults_of("gpu").reserve_bytes
@@ -166,6 +189,7 @@ def test_what_is_named_by_prediction_does(tmp_path):
         cfp.plan(step, *args, memory_budget=reserve + 1000, **named)
     error = caught.value
     assert f"No plan fits in {format_bytes(reserve + 1000)} of memory" in str(error)
+    assert "needs 2.00 KiB on each device if all shard it" in str(error)
     assert dict(error.contributors)[RESERVE] == reserve
     assert "\n  Raise the budget" in str(error)
     assert "more devices" not in str(error)

@@ -111,8 +111,7 @@ def leanest_of(analysis: Analysis, problem: Problem) -> Candidate:
     Equal memory is common: rematerializing a program of one segment saves nothing.
     """
     least = leanest(problem)
-    within = replace(problem, budget_bytes=least.memory_bytes)
-    best = solve(within) or least
+    best = solve(replace(problem, budget_bytes=least.memory_bytes)) or least
     return Candidate("leanest", whole_choice(analysis, problem, best), best.cost_ms)
 
 
@@ -194,6 +193,7 @@ MANY_REFUSED = "not compiled: too many others do not fit"
 OVER_BUDGET = "over the memory budget"
 LIMITED_ONCE = "not compiled: another constraint level has the memory limit"
 NOT_RUN = "estimated; nothing was compiled or run"
+SAME_AS = "the same program as "  # Then a candidate's name.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,7 @@ from cfp.race.compile import (
 )
 from cfp.race.programs import (
     NOT_RUN,
+    SAME_AS,
     TOO_LARGE,
     RaceOutcome,
     RaceResult,
@@ -315,12 +316,15 @@ class Race:
         if not self.context.defaults.estimates:
             return {}
         problem, most = self.solution.problem, self.context.budget_bytes
-        found = {}
+        compiled = (one.candidate for one in results if one.may_race)
+        found, won = {}, next(compiled, self.solution.candidates[0])
         for one in self.solution.candidates:
             if one.level is not ConstraintLevel.EVERYTHING:
                 continue
             size = prediction_of(self.analysis, problem, one.choice).peak_bytes or 0
             why = NOT_RUN if most is None or size <= most else TOO_LARGE
+            if one.key == won.key and one.name != won.name:
+                why = f"{SAME_AS}{won.name}"
             row = replace(left_out(one, why), peak_bytes=size, rung="estimated")
             found[one.name] = row
         return found | {one.name: compiled_row(one) for one in results}

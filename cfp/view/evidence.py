@@ -80,7 +80,7 @@ def with_figures(
             # The best step without a choice may use an unmeasured strategy.
             known = tuple(one for one in known if one.without_ms is not None)
         own, best = prediction_of(analysis, problem, choice).time_ms, solve(problem)
-        if not raced and best and own is not None and own > best.cost_ms * (1 + 1e-9):
+        if not raced and best and (own or inf) > best.cost_ms * (1 + 1e-9):
             # Gains of the best by prediction, which did not fit, are not the plan's.
             known = ()
         found = replace(found, worth=known)
@@ -326,8 +326,7 @@ def strategy_figures(
     alike: dict[tuple[str, tuple[AxisRole, ...]], list[str]] = {}
     names = distinct_ends([frame.blocks[b].name for b in segment.blocks])
     for name, b, own in zip(names, segment.blocks, candidate.strategies, strict=True):
-        op = frame.program.ops[frame.blocks[b].anchor]
-        strategy = axis_roles(frame, op, own)
+        strategy = axis_roles(frame, frame.program.ops[frame.blocks[b].anchor], own)
         alike.setdefault((roles_text(strategy), strategy), []).append(name)
     return StrategyFigures(
         blocks=tuple(

@@ -12,7 +12,7 @@ from cfp.plan.parts import MoveFigure, PlanRow, roles_text
 from cfp.plan.plan import Plan
 from cfp.printable import counted, format_bytes, merged_name, span_text
 from cfp.profiling.runner import interquartile_range
-from cfp.race.programs import NOT_RUN, TOO_LARGE, RaceRow
+from cfp.race.programs import NOT_RUN, SAME_AS, TOO_LARGE, RaceRow
 from cfp.settings import ALIKE
 from cfp.view import words
 from cfp.view.console import Rows, row_of
@@ -249,7 +249,8 @@ def candidates_of(plan: Plan) -> tuple[CandidateView, ...]:
         best.setdefault(row.name.partition(", ")[0], row)
     programs: dict[object, list[RaceRow]] = {}
     for row in best.values():
-        programs.setdefault(row.samples_ms or row.name, []).append(row)
+        twin = row.note.partition(SAME_AS)[2]
+        programs.setdefault(row.samples_ms or twin or row.name, []).append(row)
     return tuple(
         CandidateView(
             row=row,
@@ -265,8 +266,8 @@ def chosen_text(plan: Plan) -> str:
     every = candidates_of(plan)
     ran = [o for o in every if o.row.time_ms is not None and not o.row.note]
     own = next((one for one in ran if one.won), None)
-    twins = own.others if own else ()
-    same = f", the same program as {' and '.join(twins)}" if twins else ""
+    twins = [name for one in every if one.won for name in one.others]
+    same = f", {SAME_AS}{' and '.join(twins)}" if twins else ""
     some_over = any(row.note and row.time_ms is not None for row in plan.race)
     if len(ran) > 1:
         rival = next(one for one in ran if not one.won)
@@ -285,11 +286,12 @@ def chosen_text(plan: Plan) -> str:
     if ran:
         return f"timed on the whole step, by itself{same}"
     if plan.predicted_ms is None:
-        return "by its name"
+        unknown = "the only program known to fit; its time is unknown"
+        return "by its name" if words.unsearched_text(plan) else unknown
     if plan.rung == "estimated":
         rivals = [r.row for r in every if not r.won and r.row.note in ("", NOT_RUN)]
-        compiled = " or compiled" * (not plan.peak_bytes)
-        return f"by estimates; nothing was run{compiled}{_next_text(plan, rivals)}"
+        what = "run" if plan.peak_bytes else "run or compiled"
+        return f"by estimates{same}; nothing was {what}{_next_text(plan, rivals)}"
     return "by prediction, without a race"
 
 
@@ -311,7 +313,7 @@ def race_rows(plan: Plan) -> Rows:
     shared = notes.pop() if len(found) > 1 and len(notes) == 1 else ""
     rows = []
     for one in found:
-        row, same = one.row, f"the same program as {', '.join(one.others)}"
+        row, same = one.row, f"{SAME_AS}{', '.join(one.others)}" * bool(one.others)
         spread = "-"
         if row.time_ms is not None and len(row.samples_ms) >= _SPREAD_SAMPLES:
             spread = f"{interquartile_range(row.samples_ms) / 2:.2g}"
@@ -322,7 +324,7 @@ def race_rows(plan: Plan) -> Rows:
                 *("*" if one.won else "", row.name, ms_text(row.predicted_ms)),
                 *(ms_text(row.time_ms), spread),
                 f"{mark}{format_bytes(row.peak_bytes)}" if row.peak_bytes else "-",
-                "" if shared else row.note or same * bool(one.others),
+                "; ".join(filter(None, ["" if shared else row.note, same])),
                 won=one.won,
                 bar=bar,
             )

@@ -150,8 +150,7 @@ def explained(plan: Plan, wanted: set[int] | None = None) -> Iterator[Explained]
     """
     kinds = plan.figures.segment_kinds if plan.figures else ()
     for segment in segments_of(plan):
-        every = segment.blocks
-        shown = [b for b in every if wanted is None or {*b.members} & wanted]
+        shown = [b for b in segment.blocks if wanted is None or {*b.members} & wanted]
         if not shown:
             continue
         span, count = span_text([*segment.indices]), len(segment.indices)

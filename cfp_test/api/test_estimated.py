@@ -12,6 +12,7 @@ import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.presets import presets
 from cfp.cost.costs import Costs
+from cfp.cost.memory import can_rematerialize
 from cfp.profiling.builder import build
 from cfp.profiling.collectives import Rates
 from cfp.profiling.record import ProfileRecord
@@ -19,11 +20,13 @@ from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race import compile as building
-from cfp.race.programs import NOT_RUN
+from cfp.race.compile import EARLIER_RUN
+from cfp.race.programs import NOT_RUN, RaceOutcome
 from cfp.search.choices import estimate_kinds, whole_choice
-from cfp.search.guided import build_problem, estimate_options
+from cfp.search.guided import Candidate, Solution, build_problem, estimate_options
 from cfp.search.solver import Assignment, solve
 from cfp.settings import Replacing
+from cfp.view.evidence import with_figures
 from cfp_test.program.stacks import stack_step
 from cfp_test.support.checking import make_mesh
 
@@ -69,6 +72,29 @@ def test_nothing_runs(planned):
     assert {row.note for row in others} == {NOT_RUN}
     assert {row.name for row in others} >= {"data_parallel", "fully_sharded"}
     assert all(plan.predicted_ms <= row.predicted_ms for row in others)
+
+
+def test_a_plan_that_is_a_presets_program_names_the_preset(tmp_path):
+    step, args = layers_step()
+    how = {"mesh": make_mesh(SIZES), "donate_argnums": 0, "cache_dir": tmp_path}
+    text = " ".join(str(cfp.plan(step, *args, **how)).split())
+    assert "chosen: by estimates, the same program as data_parallel; nothing" in text
+    assert "as fast as data_parallel" not in text
+
+
+def test_a_program_with_parts_that_nothing_estimated_says_so(planned, parts):
+    """Only an earlier run's program may be one; figures of others are not its own."""
+    analysis, estimates, named, costs = parts
+    how = {"per_kind": 1, "budget_bytes": None, "replacing": Replacing()}
+    problem = estimate_options(estimates, named, costs, **how).problem
+    able = [s for s in analysis.segments if can_rematerialize(analysis.frame, s)]
+    own = replace(named["data_parallel"], remat=tuple(one.index for one in able))
+    plan = replace(planned[0], race=(), predicted_ms=None, winner=EARLIER_RUN)
+    solution = Solution([Candidate("planned", own)], problem=problem)
+    outcome = RaceOutcome(solution=solution, winner=Candidate(EARLIER_RUN, own))
+    told = with_figures(plan, analysis, outcome, Replacing())
+    assert told.figures.kinds[0].options and not told.figures.worth
+    assert "chosen: the only program known to fit; its time is unknown" in str(told)
 
 
 def test_what_compiled_before_is_not_compiled_again(tmp_path):

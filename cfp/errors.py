@@ -132,10 +132,6 @@ class PlanMismatch(CfpError):
     """A plan is unreadable, or is for another step, arguments, devices or versions."""
 
 
-class OtherStructure(PlanMismatch):
-    """A call's arguments have another structure, or other functions in it."""
-
-
 class NotBound(PlanMismatch, AttributeError):
     """A loaded plan has no step yet, or a step no plan, so that `hasattr` is False."""
 

@@ -16,7 +16,7 @@ from jax.tree_util import tree_structure, tree_unflatten
 from pydantic import ConfigDict
 
 from cfp.cost.described import DescribedMesh
-from cfp.errors import NotBound, OtherStructure, PlanMismatch, warn
+from cfp.errors import NotBound, PlanMismatch, warn
 from cfp.plan import file
 from cfp.plan.execute import (
     Arguments,
@@ -54,7 +54,12 @@ from cfp.program.jaxprs import trace_context_key
 from cfp.program.memory import HOST
 from cfp.program.partitioned import TARGET as PARTITIONED_TARGET
 from cfp.program.read import Outline
-from cfp.program.step import FlatStep, flatten_step, typed_as_returned
+from cfp.program.step import (
+    FlatStep,
+    OtherStructure,
+    flatten_step,
+    typed_as_returned,
+)
 from cfp.program.trace import exported, planning_mesh
 from cfp.race.programs import RaceRow
 from cfp.settings import ConstraintLevel

@@ -29,13 +29,7 @@ from jax.tree_util import (
     tree_unflatten,
 )
 
-from cfp.errors import (
-    OtherStructure,
-    PlanMismatch,
-    StepNotTraceable,
-    place_of,
-    summary_of,
-)
+from cfp.errors import PlanMismatch, StepNotTraceable, place_of, summary_of
 from cfp.printable import few
 from cfp.program import calling
 from cfp.program.jaxprs import check_settings, cudnn_expected, do_the_same
@@ -54,6 +48,10 @@ from cfp.program.partitioned import traced_with_callbacks
 _NO_NUMBERS = "OSUMm"
 # JAX's name of an argument's leaf in errors.
 _LEAF = re.compile(r"\bleaves\[(\d+)\]")
+
+
+class OtherStructure(PlanMismatch):
+    """A call's arguments have another structure, or other functions in it."""
 
 
 @dataclass(frozen=True)

@@ -333,7 +333,7 @@ class Plan:
         arguments, the step is traced again. Calls raise PlanMismatch if the step's
         program or arguments differ from the plan's.
         """
-        compiled = defaultdict[Any, list[CompiledStep]](list)  # The latest first.
+        compiled = defaultdict[Any, list[CompiledStep]](list)  # The latest 4.
         is_bound = self.step is not None and self.step.fn is fn
         key = self.traced_under if is_bound else None
 
@@ -351,6 +351,7 @@ class Plan:
                     known.insert(0, self.compile(fn, *args, **kwargs))
             except PlanMismatch as error:
                 raise changed or error from None
+            del known[4:]
             return known[0](*args, **kwargs)
 
         step.__name__ = getattr(fn, "__name__", "step")

@@ -177,6 +177,8 @@ class Differences(list[Leaf]):
         return max(decided, key=lambda x: x.relative_l2 / x.allowed, default=None)
 
     def __str__(self) -> str:
+        if not any(one.relative_l2 for one in self):
+            return f"All {len(self)} arrays are equal."
         every = [f"{one.path or 'result'}: {one.relative_l2:.1e}" for one in self]
         lines, rest = every[:_MOST_SHOWN], self[_MOST_SHOWN:]
         more = (f"and {len(rest)} more, at most {x.relative_l2:.1e}" for x in rest[:1])

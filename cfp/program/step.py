@@ -183,6 +183,9 @@ class FlatStep:
         gone = [name for name in self.arg_names if name not in names]
         new = [name for name in names if name not in self.arg_names]
         changes = (("missing", gone), ("not there before", new))
+        for pair, _, tree in self._swaps(now):
+            if tree == self.in_tree:
+                return f"{pair} are swapped"
         if pair := self.parted(names):
             return f"{pair} are two objects, and were one (pass one, or plan for two)"
         if pair := self.parted(self.arg_names, now):
@@ -370,21 +373,26 @@ class FlatStep:
 
     def _swapped(self) -> str:
         """Returns advice if JAX traces the step with two arguments swapped; else ""."""
-        args, kwargs = calling.fixed(calling.released(self._dynamic))
-        for i, j in combinations(range(len(args)), 2):
-            order = [*args]
-            order[i], order[j] = args[j], args[i]
-            avals, tree = tree_flatten((tuple(order), kwargs))
+        dynamic = calling.fixed(calling.released(self._dynamic))
+        for names, avals, tree in self._swaps(dynamic):
             if (tuple(avals), tree) == (self.avals, self.in_tree):
                 continue  # As large a trace, with the same error.
             run = replace(self, avals=tuple(avals), in_tree=tree)._run
-            parts = [((SequenceKey(0), SequenceKey(n)), None) for n in (i, j)]
-            named = _named_leaves(self.fn, self._dynamic, dict(self.static), parts)
-            names = " and ".join(repr(name) for _, name, _ in named)
             with suppress(Exception):  # The user's code may raise any type.
                 jax.eval_shape(lambda *x, run=run: run(self.fn, x)[0], *avals)
                 return f"JAX traces it with {names} swapped. Swap them in your call."
         return ""
+
+    def _swaps(self, dynamic: Any) -> Iterator[tuple[str, list[Any], Any]]:
+        """Yields names of two arguments, and leaves and tree with the two swapped."""
+        args, kwargs = dynamic
+        for i, j in combinations(range(len(args)), 2):
+            order = [*args]
+            order[i], order[j] = args[j], args[i]
+            parts = [((SequenceKey(0), SequenceKey(n)), None) for n in (i, j)]
+            named = _named_leaves(self.fn, dynamic, dict(self.static), parts)
+            names = " and ".join(repr(name) for _, name, _ in named)
+            yield names, *tree_flatten((tuple(order), kwargs))
 
     def with_paths(self, text: str) -> str:
         """Replaces ``leaves[28]`` in JAX's text by the argument's path."""

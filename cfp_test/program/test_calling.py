@@ -169,6 +169,13 @@ def test_a_module_made_again_is_planned_again_with_a_warning(tmp_path):
     np.testing.assert_allclose(found, expected)
 
 
+def test_swapped_arguments_of_a_call_are_named():
+    planned = flatten_step(lambda w, x: x @ w["up"], ({"up": X}, X))
+    assert len(planned.flatten(({"up": X}, X), {})) == 2
+    with pytest.raises(cfp.PlanMismatch, match="planned: 'w' and 'x' are swapped"):
+        planned.flatten((X, {"up": X}), {})
+
+
 def test_a_function_made_again_runs_in_its_own_trace(tmp_path):
     """A plan accepts other values in closures; another operation is another program."""
     traced = []

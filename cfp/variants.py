@@ -307,7 +307,7 @@ class _Planning:
         """Plans the smallest of `short`, which lack memory, with state in host memory.
 
         If it lacks memory still, tries leaner variants until one fits. Returns these,
-        without those that failed for other reasons than memory.
+        without variants that failed for other reasons than memory.
         """
         least = min(short, key=lambda one: _lacks(one).smallest_feasible_bytes)
         if self.options.preset is None:

@@ -150,7 +150,7 @@ class _Finder:
             self.by_operand.setdefault(base, []).append((block, index))
 
     def _view(self, value: int) -> tuple[int, Permutation]:
-        """Returns a value id's number, or that of what it views, and dims' order."""
+        """Returns the number of a value, or of the one it views, and dims' order."""
         number = self.numbers[value]
         rank = len(squeeze(self.program.shape(value)))
         return self.numbers.views.get(number, (number, tuple(range(rank))))

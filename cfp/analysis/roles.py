@@ -42,8 +42,8 @@ from cfp.program.rules import Rule
 
 ROLES = ("data", "tensor", "sequence", "expert")
 
-# {dim or factor that an axis may shard: rank}. Of those that an op can split, the axis
-# takes one of the lowest rank. Only dims from the batch have ranks over 0.
+# {dim or factor that an axis may shard: rank}. Of the dims that an op can split, the
+# axis takes one of the lowest rank. Only dims from the batch have ranks over 0.
 Ranks = Mapping[int, int]
 _NOTHING: Ranks = {}
 

@@ -240,7 +240,7 @@ def split_axes(rule: Rule, mesh: Mesh, splits: Iterable[Iterable[int]]) -> Facto
 def legal_axes(
     rule: Rule, wanted: list[list[str]], sizes: dict[str, int]
 ) -> FactorAxes:
-    """Returns each factor's `wanted` axes without those that the op cannot use.
+    """Returns each factor's `wanted` axes without axes that the op cannot use.
 
     Axes must split the factor (see `Rule.splits`), also in results. Fixed factors get
     none. An axis goes to one factor. Factors in `rule.over_all` get all axes or none.

@@ -318,7 +318,7 @@ def _check_lines(trial: Trial) -> Iterator[str]:
         share = nearest.relative_l2 / nearest.allowed
         text += (
             f". Nearest to its limit is {trial.named(nearest.path)}: off by "
-            f"{nearest.relative_l2:.2g} (relative L2), {share:.0%} of what is allowed"
+            f"{nearest.relative_l2:.2g} (relative L2), {share:.0%} of the allowance"
         )
         if nearest.relative_l2 > trial.tolerance:
             text += f"; above {trial.tolerance:g}, but no more than rounding does "

@@ -404,7 +404,7 @@ class Core:
         return {name: self.narrowest(use) for name, use in uses.items()}
 
     def narrowest(self, use: Use) -> str:
-        """Name of the narrowest dtype of an operand and of what views make it from."""
+        """Name of the narrowest dtype of an operand and of the values that it views."""
         program, values = self.every.program, self.every.values
         node, found = (self._value(use).id, ()), list[np.dtype]()
         while True:

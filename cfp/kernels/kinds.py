@@ -85,7 +85,7 @@ KERNELS = tuple(name for kind in KINDS for name in kind.KERNELS)
 
 
 def usual_kernels(platform: str, for_memory: bool) -> tuple[str, ...]:
-    """Names of default kernels; `for_memory` adds those that only save memory."""
+    """Names of default kernels; `for_memory` adds kernels that only save memory."""
     return tuple(name for kind in KINDS for name in kind.usual(platform, for_memory))
 
 

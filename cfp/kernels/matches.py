@@ -93,7 +93,7 @@ class Span:
 
 
 def usual(platform: str, for_memory: bool) -> tuple[str, ...]:
-    """Default kernels, best first; `for_memory` adds those that only save memory."""
+    """Default kernels, best first; `for_memory` adds kernels that only save memory."""
     # decisions.md, "Kernels that compute the same are taken without being asked for".
     fast = ("cudnn",) if platform in ("gpu", "cuda", "rocm") else ()
     return (*fast, "chunked") if for_memory else fast

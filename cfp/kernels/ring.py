@@ -143,7 +143,7 @@ class Ring:
         return lax.axis_index(self.axis)
 
     def rotated(self, x: Any, ahead: int) -> Any:
-        """Sends arrays `ahead` ranks ahead in the ring; returns those that arrive."""
+        """Sends arrays `ahead` ranks ahead in the ring; returns the received arrays."""
         if ahead % self.ranks == 0:
             return x
         path = [(rank, (rank + ahead) % self.ranks) for rank in range(self.ranks)]

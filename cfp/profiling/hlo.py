@@ -563,7 +563,7 @@ class _Computation:
                 yield self.value(self.root, path), (self.parameters[0], path)
 
     def _written(self, one: Instruction) -> Iterator[tuple[_Path | None, int, _Path]]:
-        """Yields (path in the result, operand, path in it) of what `one` may overwrite.
+        """Yields (path in result, operand, path in operand) that `one` may overwrite.
 
         The path in the result is None if unknown.
         """

@@ -168,8 +168,8 @@ def make_inputs(
     """Makes one array for each kind.
 
     Floats are at most 0.02, so that results of many layers stay finite, and positive
-    for logarithms, roots and divisors. Scalar integers are 1. Of others, those that
-    select rows range over all rows; the rest are 0 to 127, or less for narrow types.
+    for logarithms, roots and divisors. Scalar integers are 1. Integers that select
+    rows range over all rows; others are 0 to 127, or less for narrow types.
     Booleans are mixed; scalars are True. Given values take precedence.
 
     Args:

@@ -114,7 +114,7 @@ def run_jobs(
     program: str = "",
     is_late: Callable[[], bool] = lambda: False,
 ) -> dict[str, ProfileRecord]:
-    """Returns jobs' records; measures those that are missing, or failures to retry.
+    """Returns jobs' records; measures missing ones, and failures to retry.
 
     Every record is stored at once, so that an interrupt (`KeyboardInterrupt`) loses
     only the current measurement.

@@ -135,7 +135,7 @@ class _Memory(NamedTuple):
 
 
 class Look(NamedTuple):
-    """A call's argument leaves; `new` has indices of those that were not expected."""
+    """A call's argument leaves; `new` has indices of unexpected leaves."""
 
     leaves: Sequence[Any]
     new: Sequence[int]

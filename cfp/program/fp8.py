@@ -55,7 +55,7 @@ _SLOWER = "quantizing takes longer than it saves", 3000.0
 _WITHOUT = "the devices have no FP8 products", 1e30
 # Exponent of the scaled largest magnitude: below 448 of e4m3, 57344 of e5m2.
 _EXPONENT = {"float8_e4m3fn": 7, "float8_e5m2": 14}
-_COTANGENT = 1  # The bit of what depends on a cotangent; then of products, arguments.
+_COTANGENT = 1  # The bit of cotangents; then come those of products, of arguments.
 # Ops whose places, of operands, of arguments and results inside, are their results'.
 _BY_PLACE = (
     "stablehlo.while",
@@ -78,7 +78,7 @@ class _Product:
         gradient: index of the operand that is a cotangent; -1 if none or both are.
         parameters: argument index of operand `weight`, or indices of the parameters
             whose gradient the result is.
-        needs: for each operand a bit mask of what it depends on: bit 0 is cotangents,
+        needs: for each operand a bit mask of its dependencies: bit 0 is cotangents,
             then a bit for each product, then one for each argument.
     """
 

@@ -103,8 +103,8 @@ class Op:
     Attributes:
         name: such as ``stablehlo.dot_general``.
         operands: value ids; initial values for a loop.
-        yields: value ids that a loop's body returns; for a branch those that each case
-            returns, one case after another.
+        yields: value ids that a loop's body returns; for a branch the values that each
+            case returns, one case after another.
         entries: value ids of arguments of a loop's condition, then of its body.
         body: ids of the ops in the regions, also of those in inner regions.
         rule: sharding rule; None for opaque ops, loops and branches.
@@ -191,9 +191,9 @@ class Precision:
 
     Attributes:
         name: its name in settings, and in counts of `Plan.search`.
-        pattern: regular expression of what users give.
-        syntax: what users may give, for messages.
-        rewrite: rewrites a module, given what the user gave, the arguments' paths, and
+        pattern: regular expression of the setting's values.
+        syntax: description of these values, for messages.
+        rewrite: rewrites a module, given the setting's value, the arguments' paths, and
             the mesh. Returns {outcome: {path of a parameter: number of products}} of
             16-bit products; paths have * for numbers, and are "" without parameter.
         taken: outcome of rewritten products.

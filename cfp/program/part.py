@@ -43,7 +43,7 @@ class Part:
     Attributes:
         ops: ids in program order, with constants; ops in their regions are left out.
         inputs: ids of arguments: values that the ops read and do not make; maybe more.
-        outputs: ids of returned values; from `cut_part` those that are used outside.
+        outputs: ids of returned values; from `cut_part` the values used outside.
         instead: (id of an operand, id of the value to read in its place) pairs.
     """
 

@@ -1,8 +1,8 @@
 """Ops of jax.experimental.custom_partitioning inside a step.
 
 JAX lowers such an op to a call with the address of its callbacks. The address differs
-between traces and processes. Here the call has a name instead, a digest of what the op
-and its callback compute, and callbacks are kept by name until the process ends.
+between traces and processes. Here the call has a name instead, a digest of the
+computations of op and callback, and callbacks are kept by name until the process ends.
 
 An op is sharded by its own rule (``sharding_rule=``), an op without a rule replicated.
 The rule of JAX's cuDNN attention omits keys; a table replaces it. For each factor of

@@ -43,7 +43,7 @@ class Rule:
         reduction: factors that are summed over: sharding one leaves the result
             unreduced until a collective completes it.
         fixed: factors along which the op is not sharded: Shardy's need_replication
-            and permutation factors, and those that a correction removes.
+            and permutation factors, and factors that a correction removes.
         gathered: fixed factors along which the compiler gathers operands, and along
             which users of the result may be sharded again.
         even: factors that may only be split into equal pieces, without padding.
@@ -84,7 +84,7 @@ class Rule:
         )
 
     def major(self, dim: tuple[int, ...], before: int = 1) -> int | None:
-        """Returns the major-most factor of size 2 or more; None if there is none.
+        """Returns the major-most factor of size 2 or more, or None.
 
         It is the factor to shard the dim by, if it is not fixed.
 

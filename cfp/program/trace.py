@@ -40,7 +40,7 @@ from cfp.program.read import read_program
 from cfp.program.replace import rewrite_scatters
 from cfp.program.step import FlatStep
 
-# Precisions that users may ask for, by name; then a pattern of what they may give.
+# Precisions by name; then a pattern of the setting's values.
 PRECISIONS: Mapping[str, Precision] = {one.name: one for one in (FP8,)}
 PRECISION = "|".join(["", *(one.pattern for one in PRECISIONS.values())])
 # Devices in words, such as 8xh100 or v5e-16, as `cfp.described` takes them.

@@ -155,7 +155,7 @@ def widen(
         only_data: True keeps types of values computed from constants and integers only.
 
     Returns:
-        Names of ops that keep narrow types, such as external kernels, and of those that
+        Names of ops that keep narrow types, such as external kernels, and of ops that
         `only_data` keeps. Roundings of float32 to 8 bits stay, without a name.
     """
     with module.context, ir.Location.unknown():

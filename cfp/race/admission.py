@@ -166,7 +166,7 @@ class Admitted:
     Attributes:
         fitting: results of compiled candidates that fit.
         refused: results of candidates that do not fit, failed, or were chosen too late.
-        left: (candidate, reason) of those that were not chosen for compiling.
+        left: (candidate, reason) of each candidate that was not compiled.
     """
 
     fitting: list[RaceResult] = field(default_factory=list)

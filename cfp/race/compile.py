@@ -4,7 +4,7 @@ Predictions of memory are off by a few percent. So under a budget, one choice of
 earlier run may race again: the fastest that fits. A larger budget then gives no slower
 plan. If none fits, the smallest lets an error name a sufficient budget.
 
-A race that is asked for again is answered from the store, without running. Times
+The store answers a repeated race, without running. Times
 compare only within one race. They are stored with a key of the race's programs and its
 budget, besides each program's own record. An `Answer` stores the winner's time and the
 remembered choice that raced, since a later run may remember another choice.
@@ -141,8 +141,8 @@ def build_each(
     """Builds programs that `built` lacks, side by side; after the deadline at most one.
 
     Returns:
-        ``{key: compiled program}`` of those that fit, and ``{key: record}`` of those
-        that failed or do not fit. Programs that were not begun are absent.
+        ``{key: compiled program}`` of programs that fit, and ``{key: record}`` of
+        programs that failed or do not fit. Programs that were not begun are absent.
     """
     context, wanted = builder.context, {one.job.key.digest: one for one in programs}
     most_bytes, kept = context.budget_bytes, BuildEnvironment.beside(context.store.path)

@@ -184,7 +184,7 @@ class _Turns:
     """Programs of a race, with the progress of their turns.
 
     Attributes:
-        programs, ready: ``{key: program}`` of all; ``{key: Built}`` of those that fit.
+        programs, ready: ``{key: program}`` of all; ``{key: Built}`` if they fit.
         records: ``{key: record}`` of a failure, a look (a short timing), or turns.
         order: keys of the programs in the next turn.
         in_turns: ``{key: record}`` of turns, without looks.

@@ -441,7 +441,7 @@ def leanest(problem: Problem) -> Assignment:
     free = problem.with_options(lambda option: replace(option, time_ms=0.0))
     same_cost = replace(free, edge_ms={}, far_ms={}, budget_bytes=enough)
     picks, _ = _walk(Chain(same_cost), 0.0, 0.0)
-    assert picks is not None, "what is enough fits"
+    assert picks is not None, "a budget of all choices fits"
     return problem.solution(picks)
 
 

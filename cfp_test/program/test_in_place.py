@@ -291,7 +291,7 @@ class Trainer:
         return x.sum()
 
 
-@pytest.mark.explained("The step assigns to what is not one of its arguments")
+@pytest.mark.explained("The step assigns to an object that is not one of its arguments")
 def test_state_beside_the_arguments_is_refused():
     trainer = Trainer()
     message = refused(trainer.step, X)

@@ -33,7 +33,7 @@ from cfp.errors import CfpError, StepNotTraceable
 from cfp.passes import analyze_step
 from cfp.plan.execute import CompiledStep, LoweredStep, load_or_lower
 from cfp.plan.plan import Plan
-from cfp.printable import format_bytes
+from cfp.printable import counted, format_bytes
 from cfp.profiling.builder import (
     CompilePool,
     compiled_bytes,
@@ -178,7 +178,7 @@ class Differences(list[Leaf]):
 
     def __str__(self) -> str:
         if not any(one.relative_l2 for one in self):
-            return f"All {len(self)} arrays are equal."
+            return f"{counted(len(self), 'array is', 'arrays are')} equal."
         every = [f"{one.path or 'result'}: {one.relative_l2:.1e}" for one in self]
         lines, rest = every[:_MOST_SHOWN], self[_MOST_SHOWN:]
         more = (f"and {len(rest)} more, at most {x.relative_l2:.1e}" for x in rest[:1])

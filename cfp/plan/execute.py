@@ -200,7 +200,7 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
     """
     entries, tree = tree_flatten_with_path(batch)
     paths = [path_text(path) for path, _ in entries]
-    leaves = [x if isinstance(x, jax.Array) else np.asarray(x) for _, x in entries]
+    leaves = [x if isinstance(x, jax.Array) else _as_in_jax(x) for _, x in entries]
     known = by_argument(arguments.names)
     if argument is not None and argument not in known:
         raise PlanMismatch(
@@ -222,7 +222,7 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
     if len(fits) > 1 and not exact:
         raise _other_type(arguments, [wrong[0] for wrong in misfits])
     # Equal shapes may differ in type, as of labels and numbers.
-    types = [_type_of(leaf) for leaf in leaves]
+    types = [str(leaf.dtype) for leaf in leaves]
     own = [kind.partition("[")[0] for kind in arguments.types]
     best = max(exact or fits, key=lambda places: types == [own[i] for i in places])
     pairs = zip(best, leaves, strict=True)
@@ -240,10 +240,10 @@ def _misfits(
     ]
 
 
-def _type_of(leaf: Any) -> str:
-    """Returns a leaf's dtype in JAX, which may store NumPy's 64-bit types in 32."""
-    is_placed = isinstance(leaf, jax.Array)
-    return str(leaf.dtype if is_placed else jax.dtypes.canonicalize_dtype(leaf.dtype))
+def _as_in_jax(leaf: Any) -> np.ndarray:
+    """Returns an array with its dtype in JAX, which may have 32 bits instead of 64."""
+    host = np.asarray(leaf)
+    return host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
 
 
 def _part(arguments: Arguments, i: int) -> tuple[int, ...]:
@@ -261,13 +261,12 @@ def _placed(arguments: Arguments, i: int, leaf: Any) -> jax.Array:
     """Places a batch's leaf: a whole array, or this process's part in NumPy."""
     dtype, shape = arguments.types[i].partition("[")[0], shape_of(arguments.types[i])
     sharding, is_placed = arguments.sharding(i, len(shape)), isinstance(leaf, jax.Array)
-    if _type_of(leaf) != dtype or (is_placed and leaf.shape != shape):
+    if str(leaf.dtype) != dtype or (is_placed and leaf.shape != shape):
         raise _other_type(arguments, [(i, leaf)])
     if is_placed:
         return put(leaf, sharding)
-    part = leaf.astype(dtype, copy=False)
     try:
-        return jax.make_array_from_process_local_data(sharding, part, shape)
+        return jax.make_array_from_process_local_data(sharding, leaf, shape)
     except ValueError as error:
         raise _other_type(arguments, [(i, leaf)]) from error
 

@@ -214,5 +214,6 @@ def test_differences_are_shown_by_the_largest_few():
     shown = str(compare(found, expected)).splitlines()
     assert shown[1] == "w8: 8.0e-02" and shown[5] == "w4: 4.0e-02"
     assert shown[6] == "and 4 more, at most 3.0e-02" and len(shown) == 7
-    assert str(compare(np.ones(2), np.ones(2))) == "All 1 arrays are equal."
+    assert str(compare(np.ones(2), np.ones(2))) == "1 array is equal."
+    assert str(compare([np.ones(2)] * 3, [np.ones(2)] * 3)) == "3 arrays are equal."
     assert str(compare(np.zeros(2), np.ones(2))).endswith("\nresult: 1.0e+00")

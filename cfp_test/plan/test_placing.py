@@ -74,8 +74,8 @@ def test_an_argument_is_known_by_its_shape_or_name(plan):
 @pytest.mark.parametrize(
     ("batch", "argument", "reason"),
     [
-        ({"x": np.ones((8, 4))}, None, r"The batch, x float64\[8,4\], has the struct"),
-        (np.ones(3), "batch", r"The batch, float64\[3\], has the structure of none"),
+        ({"x": np.ones((8, 4))}, None, r"The batch, x float32\[8,4\], has the struct"),
+        (np.ones(3), "batch", r"The batch, float32\[3\], has the structure of none"),
         ({}, "batch", "The batch, no leaves, has the structure of none"),
         (np.ones(3), "labels", "no argument 'labels' with arrays"),
         (
@@ -83,13 +83,13 @@ def test_an_argument_is_known_by_its_shape_or_name(plan):
             None,
             r"\[4,4\] for w, not float32\[3\]; float32\[\] for scale, not float32\[3\]",
         ),
-        (np.ones((4, 4), int), "w", r"w, not int64\[4,4\]. Pass the planned dtype"),
+        (np.ones((4, 4), int), "w", r"w, not int32\[4,4\]. Pass the planned dtype"),
         (jnp.ones(3), None, r"not float32\[3\]"),
         (jnp.ones((4, 4), int), "w", r"w, not int32\[4,4\]. Pass the planned dtype"),
         (
             {**host_batch(), "x": np.ones((6, 4))},
             None,
-            r"float32\[8,4\] for batch/x, not float64\[6,4\]\. Pass the",
+            r"float32\[8,4\] for batch/x, not float32\[6,4\]\. Pass the",
         ),
     ],
 )

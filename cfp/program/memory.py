@@ -71,9 +71,8 @@ def on_device(tree: Any) -> Any:
     """Moves `jax.Array` leaves in host memory to device memory; keeps other leaves."""
 
     def moved(leaf: Any) -> Any:
-        if not memory_kind(leaf):
-            return leaf
-        return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
+        there = memory_kind(leaf) and leaf.sharding.with_memory_kind("device")
+        return jax.device_put(leaf, there) if there else leaf
 
     return jax.tree.map(moved, tree)
 
@@ -86,9 +85,8 @@ def in_host(tree: Any) -> Any:
     """
 
     def moved(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
-            return leaf
-        if leaf.is_deleted():  # It was donated to a step.
+        is_here = isinstance(leaf, jax.Array) and leaf.is_fully_addressable
+        if not is_here or leaf.is_deleted():  # It was donated to a step.
             return leaf
         if not all(map(has_host_memory, leaf.sharding.device_set)):
             return leaf
@@ -128,8 +126,7 @@ def _is_explicit(sharding: Any) -> TypeGuard[NamedSharding]:
 
 def auto_mesh(mesh: Mesh) -> Mesh:
     """Returns the mesh with all axis types Auto."""
-    axis_types = (AxisType.Auto,) * len(mesh.axis_names)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
+    return Mesh(mesh.devices, mesh.axis_names)
 
 
 def mesh_of_results(mesh: Mesh, explicit: Iterable[NamedSharding | None]) -> Mesh:

@@ -24,6 +24,7 @@ from typing import Any
 from jax.extend.mlir import ir
 
 from cfp.errors import PlanMismatch, is_installed
+from cfp.printable import distinct_ends
 from cfp.program import shardy
 from cfp.program.graph import Manual, Op, Program, Spec, Value, inner_flops, reached
 from cfp.program.rules import (
@@ -106,6 +107,7 @@ def _made_of(value: ir.Value) -> Iterator[ir.Value]:
 
 _QUOTED = re.compile(r'"([^"]+)"')
 _SOURCE = re.compile(r'"([^"]+)":(\d+):\d+')
+_FILE = re.compile(rb"[^\0<][^\0]*\.py(?=\0)")
 _HERE = str(Path(__file__).parent)
 # Modules that call the step: outer frames are not the step's.
 _CALLERS = frozenset(
@@ -123,9 +125,10 @@ def read_program(module: ir.Module) -> Program:
     functions = {shardy.symbol_name(f): f for f in shardy.functions(copy.operation)}
     meshes = [o.operation for o in module.body if o.operation.name == "sdy.mesh"]
     axes = {name: n for one in meshes for name, n in shardy.mesh_axes(one).items()}
+    text = shardy.bytecode(module.operation)
     return replace(
-        _Reader(functions, axes).program(functions["main"]),
-        text=shardy.bytecode(module.operation),
+        _Reader(functions, axes, _file_names(text)).program(functions["main"]),
+        text=text,
         content=_content(module),
         name=shardy.symbol_name(module.operation),
     )
@@ -134,11 +137,9 @@ def read_program(module: ir.Module) -> Program:
 class _Reader:
     """State of reading one function: values and ops in execution order."""
 
-    def __init__(
-        self, functions: Mapping[str, ir.Operation], meshes: Mapping[str, int]
-    ) -> None:
-        self._functions = functions  # By name, for composites.
-        self._meshes = meshes  # {axis: size}
+    def __init__(self, *inputs: Mapping[str, Any]) -> None:
+        # Functions by name, for composites; {axis: size}; result of `_file_names`.
+        self._functions, self._meshes, self._files = self._inputs = inputs
         self._kept: Set[ir.Operation] = frozenset()
         self.values: list[Value] = []
         self.ops: list[Op] = []
@@ -174,14 +175,12 @@ class _Reader:
         return index
 
     def _type(self, kind: ir.Type) -> tuple[tuple[int, ...], str]:
-        known = self._types.get(kind)
-        if known is None:
+        if kind not in self._types:
             if isinstance(kind, ir.RankedTensorType):
-                known = tuple(kind.shape), str(kind.element_type)
+                self._types[kind] = tuple(kind.shape), str(kind.element_type)
             else:  # tokens and the like carry no data
-                known = (), str(kind)
-            self._types[kind] = known
-        return known
+                self._types[kind] = (), str(kind)
+        return self._types[kind]
 
     def _read_op(self, op: ir.Operation, parent: int, repeat: int) -> None:
         operands = [self._ids[v] for v in op.operands]
@@ -216,7 +215,7 @@ class _Reader:
                 results=tuple(results),
                 rule=self._rule(op, operands, results),
                 scope=shardy.location_name(op.location),
-                source=_source(op) if op.name in _NAMED_SOURCE else "",
+                source=_source(op, self._files) if op.name in _NAMED_SOURCE else "",
                 parent=parent,
                 repeat=repeat,
                 attributes=attributes,
@@ -236,7 +235,7 @@ class _Reader:
             return _attributes(op, index, self._kept)
         name = ir.FlatSymbolRefAttr(op.attributes["decomposition"]).value
         if name not in self._digests:
-            reader = _Reader(self._functions, self._meshes)
+            reader = _Reader(*self._inputs)
             self._digests[name] = reader.program(self._functions[name]).fingerprint
         return f"function={self._digests[name]}, {_attributes(op, index)}"
 
@@ -244,7 +243,7 @@ class _Reader:
         """Reads one device's program of a manual computation; None for other ops."""
         if op.name != "sdy.manual_computation":
             return None
-        program = _Reader(self._functions, self._meshes).program(op)
+        program = _Reader(*self._inputs).program(op)
         # Devices along an axis that splits no value repeat each other's work.
         named = {axis for spec in _manual_shardings(op) for dim in spec for axis in dim}
         axes = named.intersection(_QUOTED.findall(str(op.attributes["manual_axes"])))
@@ -311,7 +310,14 @@ _NAMED_SOURCE = frozenset(
 ) | {"chlo.top_k", "sdy.manual_computation"}
 
 
-def _source(op: ir.Operation | None) -> str:
+def _file_names(text: bytes) -> dict[str, str]:
+    """Maps paths of Python files in bytecode to the shortest ends that differ."""
+    paths = {path.decode(errors="replace") for path in _FILE.findall(text)}
+    every = sorted(path for path in paths if not path.startswith(_HERE))
+    return dict(zip(every, distinct_ends(every), strict=True))
+
+
+def _source(op: ir.Operation | None, files: Mapping[str, str]) -> str:
     """Returns ``model.py:12`` of the innermost call, the user's if any; else ""."""
     calls: list[str] = []
     # JAX traces a loop's body alone: a library's loop has the calls around it.
@@ -319,7 +325,7 @@ def _source(op: ir.Operation | None) -> str:
         frames = _SOURCE.findall(str(op.location))
         for path, line in takewhile(lambda frame: frame[0] not in _CALLERS, frames):
             if path.endswith(".py") and not path.startswith(("<", _HERE)):
-                calls.append(f"{Path(path).name}:{line}")
+                calls.append(f"{files.get(path, Path(path).name)}:{line}")
                 if not is_installed(path):
                     return calls[-1]
         op = op.parent if calls else None
@@ -330,10 +336,10 @@ def sources_of(program: Program, ops: Iterable[int]) -> Iterator[str]:
     """Yields ``model.py:12`` of each op, of the user's code if any; "" if none."""
     module = shardy.parsed(program.text)
     found = shardy.program_ops(shardy.main_function(module))
-    known: dict[tuple[Any, Any], str] = {}
+    known, files = dict[tuple[Any, Any], str](), _file_names(program.text)
     for op in (found[i] for i in ops):
         key = op.parent, getattr(op.location, "child_loc", op.location).attr
-        known[key] = known.get(key) or _source(op)
+        known[key] = known.get(key) or _source(op, files)
         yield known[key]
 
 

@@ -56,6 +56,24 @@ def test_scopes_and_sources():
     assert int(line) > 0
 
 
+def test_files_of_one_name_are_told_apart(tmp_path):
+    layers = []
+    for folder in ("encoder", "decoder"):
+        defined, path = {}, tmp_path / folder / "layer.py"
+        exec(compile("def run(x): return x @ x.T", str(path), "exec"), defined)
+        layers.append(defined["run"])
+
+    def step(x):
+        return layers[0](x) + layers[1](2 * x) + x @ x
+
+    line = step.__code__.co_firstlineno + 1
+    wanted = ["encoder/layer.py:1", "decoder/layer.py:1", f"test_read.py:{line}"]
+    program = read(step, jnp.ones((8, 8)))
+    dots = [op for op in program.ops if op.kind == "dot_general"]
+    assert [op.source for op in dots] == wanted
+    assert [*sources_of(program, [op.id for op in dots])] == wanted
+
+
 def test_a_product_in_a_librarys_loop_has_the_users_line(tmp_path):
     path, library = tmp_path / "site-packages" / "library.py", {}
     code = "def run(scan, x): return scan(lambda c, _: (c @ c, None), x, None, 3)[0]"

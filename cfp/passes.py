@@ -139,7 +139,7 @@ class Analyzed:
     Attributes:
         mesh: the devices, real or described.
         analysis: the step's blocks and segments (repeated runs of blocks).
-        seconds: time of tracing and analysing, and of making `profiles` if given.
+        seconds: time of tracing and analysing.
         profiles: estimated profiles that replace the profile pass; None without.
     """
 
@@ -331,7 +331,6 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
     estimates, named = estimate_among(analysis, rates, context.settings.dimensions)
     may = Dimension.REMAT in context.settings.dimensions
     costs = Costs(analysis, rates, may, measured=False)
-
     found = estimate_options(
         estimates,
         named,

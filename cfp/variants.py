@@ -335,8 +335,7 @@ class _Planning:
             with unchecked(), options.context(analyzed.mesh) as context:
                 one.estimate = estimate(context, analyzed.analysis)
             if (made := one.estimate.profiles) is not None:
-                seconds = analyzed.seconds + made.counts["estimate_seconds"]
-                self.known[name] = replace(analyzed, profiles=made, seconds=seconds)
+                self.known[name] = replace(analyzed, profiles=made)
 
     def plan(self, one: _Tried, shares: int = 1, in_host: InHost = ()) -> None:
         """Plans a variant in 1 / `shares` of the time left; sets its plan or error."""

@@ -235,7 +235,7 @@ def constraint_sites(program: Program, constraints: Constraints) -> tuple[Site, 
 
 
 def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
-    """Lists ops that every device runs in full: ``while at model.py:12 (26%)``.
+    """Lists ops that every device runs in full, such as ``while at model.py:12``.
 
     These are loops without sharding, ops without a sharding rule, ops that XLA does not
     partition, and unsharded custom_partitioning ops. The share is of the bytes of all
@@ -248,7 +248,7 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
         return ()
     program = layout.frame.program
     made = [0 if o.has_regions else _bytes(program, o, o.results) for o in program.ops]
-    whole: set[int] = set()
+    whole, unruled = set[int](), set[str]()
     found, touched, computed = Counter(), Counter(), Counter()
     lost_ms: dict[str, float] = defaultdict(float)
     for op in reversed(program.ops):  # A loop follows the ops of its body.
@@ -264,6 +264,7 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
             found[site] += made[op.id]
             touched[site] += _bytes(program, op, op.operands) if made[op.id] else 0
             computed[site] += call_flops(op) * op.repeat
+            unruled |= {site} if op.rule is None else set()
             inside = [op]
         else:
             continue
@@ -274,13 +275,14 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
         flops = computed[site]
         is_large = size + touched[site] >= _WORTH_NAMING * every > 0
         if is_large or flops >= _WORTH_NAMING * products > 0:
-            kinds = [f"{size / every:.0%}"] if is_large else []
+            kinds = [f"{size / every:.0%} of the bytes of all ops"] if is_large else []
             if flops and products:
                 kinds.append(f"{flops / products:.0%} of all FLOPs")
             if cost := lost_ms[site]:
                 least = "" if flops or not touched[site] else "at least "
                 time = f"{cost:.2f}" if cost >= 0.1 else f"{cost:.1g}"
-                kinds.append(f"costs {least}{time} ms by estimate")
+                beyond = ", beyond the step's estimate" * (site in unruled)
+                kinds.append(f"costs {least}{time} ms by estimate{beyond}")
             texts.append(f"{site} ({', '.join(kinds)})")
     return tuple(texts)
 

@@ -225,8 +225,7 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
     types = [str(leaf.dtype) for leaf in leaves]
     own = [kind.partition("[")[0] for kind in arguments.types]
     best = max(exact or fits, key=lambda places: types == [own[i] for i in places])
-    pairs = zip(best, leaves, strict=True)
-    return tree_unflatten(tree, [_placed(arguments, *pair) for pair in pairs])
+    return tree_unflatten(tree, [*map(partial(_placed, arguments), best, leaves)])
 
 
 def _misfits(

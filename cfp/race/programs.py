@@ -438,7 +438,7 @@ def compiled_row(result: RaceResult) -> RaceRow:
     for kind in dict.fromkeys(one.kind for one in every):
         own = [one for one in every if one.kind == kind]
         size = format_bytes(sum(one.count * one.bytes for one in own))
-        texts.append(f"{sum(one.count for one in own)} {kind} of {size}")
+        texts.append(f"{sum(one.count for one in own)} {kind}, {size} in all")
     # An earlier run may have raced it.
     unraced = replace(row, samples_ms=(), time_ms=None, rung="estimated")
     return replace(unraced, note="; ".join(texts))

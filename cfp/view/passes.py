@@ -74,9 +74,8 @@ def analysis_view(data: dict[str, Any], border: box.Box) -> RenderableType:
             rows.append(Row(cells=cells, ends=block is blocks[end - 1]))
             first = "", ""
     headings = ("kind", "segments", "block", "operation", "strategies")
-    lines = opaque[:_MOST_OPAQUE]
-    if opaque:
-        lines.insert(0, f"{len(opaque)} ops have no sharding rule and run replicated")
+    unsharded = f"{len(opaque)} ops have no sharding rule and run replicated"
+    lines = [unsharded] * bool(opaque) + opaque[:_MOST_OPAQUE]
     if (more := len(opaque) - _MOST_OPAQUE) > 0:
         lines.append(f"and {more} more")
     table = Rows(title="Segments", headings=headings, rows=rows)

@@ -254,9 +254,9 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
         "device (docs/more-choices.md)",
     ),
     (
-        lambda plan: few(plan.replicated_ops),
-        "ops that every device runs in full, so more devices save no time there (% of "
-        "the bytes that all ops make): {} (docs/reading-plans.md)",
+        lambda p: p.replicated_ops and (few(p.replicated_ops), words.times(p)[-1]),
+        "ops that every device runs in full, so more devices save no time there: {}; "
+        "the whole step: {} (docs/reading-plans.md)",
     ),
     (
         lambda plan: few(plan.figures.kernels) if plan.figures else (),

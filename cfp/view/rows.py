@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
+from math import inf
 
 from cfp.plan.parts import MoveFigure, PlanRow, roles_text
 from cfp.plan.plan import Plan
-from cfp.printable import counted, format_bytes, merged_name, span_text
+from cfp.printable import counted, few, format_bytes, merged_name, span_text
 from cfp.profiling.runner import interquartile_range
 from cfp.race.programs import NOT_RUN, SAME_AS, TOO_LARGE, RaceRow
 from cfp.settings import ALIKE
@@ -42,6 +43,7 @@ class BlockView:
         name: merged name: ``Net/layer_0-3/up``.
         path: the name without the module that contains all blocks.
         sharded: text on the dims that each axis shards.
+        source: lines of the anchors; "" if unknown.
         exceptions: texts on other collectives of some segments.
     """
 
@@ -50,6 +52,7 @@ class BlockView:
     name: str
     path: str
     sharded: str
+    source: str
     exceptions: tuple[str, ...]
 
     @property
@@ -148,6 +151,7 @@ def _block(twins: Sequence[PlanRow], prefix: str) -> BlockView:
         name=merged_name([twin.name for twin in twins]),
         path=merged_name([twin.name.removeprefix(prefix) for twin in twins]),
         sharded=roles_text(row.strategy),
+        source=few([one.source for one in twins if one.source]),
         exceptions=tuple(exceptions),
     )
 
@@ -195,22 +199,19 @@ def blocks_rows(segments: Sequence[SegmentView]) -> Rows:
 
 def merged_moves(moves: Iterable[MoveFigure]) -> tuple[MoveFigure, ...]:
     """Sums collectives by kind and axes, most bytes first; time None if any is."""
-    groups: dict[tuple[str, tuple[str, ...]], list[MoveFigure]] = {}
+    found: dict[tuple[str, tuple[str, ...]], MoveFigure] = {}
     for move in moves:
-        groups.setdefault((move.kind, move.axes), []).append(move)
-    found = []
-    for (kind, axes), alike in groups.items():
-        times = [move.time_ms for move in alike]
-        found.append(
-            MoveFigure(
-                kind=kind,
-                axes=axes,
-                count=sum(move.count for move in alike),
-                total_bytes=sum(move.total_bytes for move in alike),
+        if (sum_ := found.get((move.kind, move.axes))) is not None:
+            times = sum_.time_ms, move.time_ms
+            move = replace(
+                move,
+                count=sum_.count + move.count,
+                total_bytes=sum_.total_bytes + move.total_bytes,
                 time_ms=None if None in times else sum(filter(None, times)),
             )
-        )
-    return tuple(sorted(found, key=lambda move: (-move.total_bytes, move.kind)))
+        found[move.kind, move.axes] = replace(move, turns=1)
+    every = found.values()
+    return tuple(sorted(every, key=lambda move: (-move.total_bytes, move.kind)))
 
 
 # --------------------------------------------------------------------------------- race
@@ -349,17 +350,15 @@ def variants_rows(plan: Plan) -> Rows:
     """Tabulates the compared meshes and microbatches, the fastest first."""
     figures = plan.figures
     every = figures.variants if figures else ()
-    times = [one.estimated_ms if one.step_ms is None else one.step_ms for one in every]
-    timed = zip(times, every, strict=True)
     rows = [
         row_of(
             *("*" if one.taken else "", one.name, ms_text(one.estimated_ms)),
             *(ms_text(one.step_ms), one.note),
             won=one.taken,
-            bar=ms,
+            bar=one.step_ms or one.estimated_ms,
         )
-        for ms, one in sorted(
-            timed, key=lambda p: (p[1].step_ms is None, p[0] is None, p[0] or 0.0)
+        for one in sorted(
+            every, key=lambda v: (v.step_ms is None, v.step_ms or v.estimated_ms or inf)
         )
     ]
     headings = (" ", "variant", "estimated before ms", "step ms", "note")
@@ -435,10 +434,10 @@ def strategies_rows(plan: Plan, kind: int) -> Rows:
                 won=bool(one.taken),
             )
         )
-    notes = ["Of the step with this strategy for these segments, others as planned."]
+    notes = ["Time and memory of the whole step if these segments take the strategy."]
     notes += ["The plan's own strategy was not measured alone."] * (not figures.picks)
     more = counted(n := len(every) - len(rows), "strategy is", "strategies are")
-    notes += [f"{more} neither faster nor smaller; --json has all."] * (n > 0)
+    notes += [f"{more} not shown: slower, in no less memory (all: --json)."] * (n > 0)
     headings = ("strategy", "what it does", "step ms", "predicted memory", "segment ms")
     return Rows(
         title=f"Strategies {words.known_how(plan)}: {figures.kinds[kind].name}",

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,12 @@ from cfp.view.rows import (
 )
 from cfp.view.words import headline, throughput
 
-_MOST_SEGMENTS = 4  # Of a short text.
+_MOST_SEGMENTS = _MOST_NAMES = 4  # Of a short text.
 
 
 def short_text(plan: Plan) -> str:
     """Returns the most important facts about a plan in short lines, for its repr."""
-    figures = "; ".join(words.figure_texts(plan)) or "neither predicted nor measured"
-    lines = [words.title(plan), figures]
+    lines = [words.title(plan), "; ".join(words.figure_texts(plan))]
     lines += [f"{rates}"] if (rates := throughput(plan)) is not None else []
     lines.append(f"chosen: {chosen_text(plan)}")
     segments = segments_of(plan)
@@ -66,10 +66,7 @@ def short_text(plan: Plan) -> str:
     lines += map(_segment_text, segments[:most])
     if (more := len(segments) - most) > 0:
         lines.append(f"and {more} other segments")
-    sharded = sum(map(any, plan.arg_specs))
-    verb = "is" if sharded == 1 else "are"
-    lines.append(f"arguments: {sharded} of {len(plan.arg_specs)} {verb} sharded")
-    lines += [*_variant_texts(plan), *remarks(plan)]
+    lines += [_arguments_text(plan), *_variant_texts(plan), *remarks(plan)]
     lines.append('more: plan.save("plan.json"), then: cfp show plan.json')
     folded = (wrapped(f"  {line}", break_long_words=False) for line in lines)
     return "\n".join(folded).removeprefix("  ")
@@ -99,6 +96,16 @@ def _segment_text(segment: SegmentView) -> str:
     stored = words.parameters_text(segment.parameters)
     text = f"segment {span_text([*segment.indices])}{where}"
     return f"{text}: {'; '.join([*parts, stored])}"
+
+
+def _arguments_text(plan: Plan) -> str:
+    """Counts the sharded arguments, and names these, most elements first."""
+    every = zip(plan.arg_names, plan.arg_types, plan.arg_specs, strict=True)
+    sharded = [(-prod(shape_of(kind)), name) for name, kind, spec in every if any(spec)]
+    names = merged_alike([name for _, name in sorted(sharded, key=lambda one: one[0])])
+    text = f"arguments: {len(sharded)} of {len(plan.arg_specs)} sharded"
+    text += f": {few(names)}" * bool(names)
+    return text + " (all: cfp show --python)" * (len(names) > _MOST_NAMES)
 
 
 def _variant_texts(plan: Plan) -> Iterator[str]:
@@ -167,7 +174,7 @@ def explained(plan: Plan, wanted: set[int] | None = None) -> Iterator[Explained]
 
 def _block(block: BlockView) -> tuple[str, dict[str, str]]:
     row = block.row
-    where = f"  at {row.source}" if row.source else ""
+    where = f"  at {block.source}" if block.source else ""
     where += f", {row.repeats} times in one step" if row.repeats > 1 else ""
     moves = "; ".join(map(words.move_text, merged_moves(row.moves)))
     return words.elided(block.name) + where, {
@@ -183,10 +190,7 @@ def facts(plan: Plan) -> Iterator[str]:
     if why := words.unsearched_text(plan):
         yield f"No strategies to compare: {why}."
     if any(move.time_ms is not None for row in plan.rows for move in row.moves):
-        yield (
-            "Times of collectives are estimates of separate launches; within a "
-            "segment, combined collectives may share a launch."
-        )
+        yield "Times of collectives: estimated, each alone; a segment may combine some."
     yield from (f"{words.sentence(remark)}." for remark in remarks(plan))
 
 
@@ -292,7 +296,7 @@ def diff_text(
     for name, pair in diff_data(first, second).items():
         groups.setdefault(pair, []).append(name)
     for (before, after), members in groups.items():
-        change = f"{before or '-'} -> {after or '-'}"
+        change = f"{before or 'none'} -> {after or 'none'}"
         merged = merged_alike(members)
         lines += [f"  {words.elided(one)}: {change}" for one in merged[:_MOST_CHANGES]]
         if (more := len(merged) - _MOST_CHANGES) > 0:
@@ -314,7 +318,7 @@ def _facts(plan: Plan) -> dict[str, str]:
     arguments = zip(plan.arg_names, plan.arg_types, plan.arg_specs, strict=True)
     for name, kind, spec in arguments:
         found[f"type of {name}"] = kind
-        found[f"sharding of {name}"] = _spec_text(spec)
+        found[f"sharding of {name}"] = _code(spec, kind)
     seen: Counter[str] = Counter()
     for row in plan.rows:
         seen[row.name] += 1
@@ -328,12 +332,6 @@ def _facts(plan: Plan) -> dict[str, str]:
     return found
 
 
-def _spec_text(spec: Spec) -> str:
-    """Writes a PartitionSpec's entries: ``None, x``; or "replicated"."""
-    dims = ["+".join(names) or "None" for names in spec]
-    return ", ".join(dims) if any(spec) else "replicated"
-
-
 def python_text(plan: Plan) -> str:
     """Writes a plan's shardings of arguments, results and values as Python code."""
     return "\n".join(_lines(plan)) + "\n"
@@ -342,12 +340,10 @@ def python_text(plan: Plan) -> str:
 def _lines(plan: Plan) -> Iterator[str]:
     yield f"# {printable(headline(plan))}"
     yield "from jax.sharding import PartitionSpec as P"
-    yield ""
-    yield f"MESH = {dict(plan.mesh_axes)!r}"
+    yield f"\nMESH = {dict(plan.mesh_axes)!r}"
     if plan.options:
         yield f"COMPILER_OPTIONS = {dict(plan.options)!r}"
-    yield ""
-    yield "# Leaves of the arguments, for in_shardings of jax.jit."
+    yield "\n# Leaves of the arguments, for in_shardings of jax.jit."
     yield "ARGUMENTS = {"
     host = {argument for argument, _ in plan.in_host}
     rows = zip(
@@ -357,13 +353,11 @@ def _lines(plan: Plan) -> Iterator[str]:
         more = ", donated" * donated + ", in host memory" * (place in host)
         yield f"    {name!r}: {_code(spec, kind)},  # {kind}{more}"
     yield "}"
-    yield ""
-    yield "# Leaves of the results in the order of jax.tree.leaves, for out_shardings."
+    yield "\n# Leaves of the results, in the order of jax.tree.leaves: out_shardings."
     yield "RESULTS = ["
     yield from (f"    {_code(spec)}," for spec in plan.output_specs)
     yield "]"
-    yield ""
-    yield "# Values inside: jax.lax.with_sharding_constraint(value, P(...))."
+    yield "\n# Values inside: jax.lax.with_sharding_constraint(value, P(...))."
     yield "CONSTRAINTS = ["
     for site in plan.sites:
         count = counted(site.count, "value", "values")

@@ -24,8 +24,8 @@ REMATERIALIZED = "rematerialized"
 STORAGE_WORDS = {
     Storage.USED: "as used",
     Storage.OPTIMIZER: "as used, update sharded",
-    Storage.SHARDED: "sharded",
-    Storage.INNER: "sharded along inner axes",
+    Storage.SHARDED: "sharded, gathered before use",
+    Storage.INNER: "sharded within each host, gathered before use",
     Storage.LARGEST: "sharded along their largest dims",
 }
 STRATEGIES = "strategy", "strategies"  # for `cfp.printable.counted`
@@ -55,7 +55,7 @@ def storage_text(segment: PlanSegment, pinned: Collection[int] = ()) -> str:
 
 
 def parameters_text(stored: str) -> str:
-    """Adds a noun to a text of `storage_text`, such as ``parameters sharded``."""
+    """Adds a noun to a text of `storage_text`, such as ``parameters as used``."""
     return f"parameters {stored}".replace("parameters none", "no parameters")
 
 
@@ -135,14 +135,20 @@ def headline(plan: Plan) -> str:
 
 def figure_texts(plan: Plan) -> list[str]:
     """Lists times and memory of a plan; memory comes first if there is a budget."""
-    parts, memory = [], [*filter(None, [memory_text(plan)])]
+    memory = [*filter(None, [memory_text(plan)])]
+    has_budget = plan.figures and plan.figures.budget_bytes
+    return [*memory, *times(plan)] if has_budget else [*times(plan), *memory]
+
+
+def times(plan: Plan) -> list[str]:
+    """Lists the measured and the predicted time of a plan's step, or "time unknown"."""
+    parts = []
     if (ms := plan.measured_ms) is not None:
         where = " in an earlier race" if plan.search.get("race_cached") else ""
         parts.append(f"{ms:.3f} ms per step, measured{where}")
     if plan.predicted_ms is not None:
         parts.append(f"{plan.predicted_ms:.3f} ms {_predicted_how(plan)}")
-    has_budget = plan.figures and plan.figures.budget_bytes
-    return [*memory, *parts] if has_budget else [*parts, *memory]
+    return parts or ["time unknown"]
 
 
 def memory_text(plan: Plan) -> str:
@@ -185,7 +191,7 @@ def basis_text(plan: Plan) -> str:
 
 
 def summary_line(plan: Plan) -> str:
-    """Counts measured strategies, and lists the seconds of each pass."""
+    """Counts measured strategies, and lists the seconds of each pass, and others."""
     search, seconds, parts = plan.search, "_seconds", []
     if "strategies_measured" in search:
         failed = search.get("strategies_failed")
@@ -194,15 +200,17 @@ def summary_line(plan: Plan) -> str:
             f"{search.get('strategies_cached', 0):.0f} from the cache"
             + (f", {failed:.0f} failed" if failed else "")
         )
-    cached = ", from the cache" if search.get("race_cached") else ""
-    names = {"race_seconds": "compiling" if plan.rung == "estimated" else "race"}
-    passes = [
-        f"{names.get(key, key.removesuffix(seconds))} {value:.1f} s"
-        + cached * (key == "race_seconds")
+    race = "compiling" if plan.rung == "estimated" else "race"
+    race += " (from the cache)" * bool(search.get("race_cached"))
+    passes = {
+        race if key == "race_seconds" else key.removesuffix(seconds): round(value, 1)
         for key, value in search.items()
         if key.endswith(seconds) and key not in (ALL_SECONDS, "compile_seconds")
-    ]
-    parts += [", ".join(passes)] if passes else []
+    }
+    other = round(search.get(ALL_SECONDS, 0.0), 1) - sum(passes.values())
+    passes |= {"other": other} if other >= 0.05 else {}
+    if passes:
+        parts.append(", ".join(f"{name} {n:.1f} s" for name, n in passes.items()))
     for name, what in ((ALL_SECONDS, "in all"), (VARIANTS_SECONDS, "for all variants")):
         parts += [f"{search[name]:.1f} s {what}"] if name in search else []
     # The seconds are of planning, before `cfp verify`.
@@ -286,12 +294,12 @@ class Throughput:
     Attributes:
         model_tflop: 1e12 FLOPs of one step, without rematerialized FLOPs.
         uncounted_loops: number of loops of unknown length, counted as one iteration.
-        step_ms: the step time for the rates.
+        step_ms: the step time for the rates; None if unknown, and so are the rates.
         known_how: how it is known: "measured", "predicted" or "estimated".
-        tflop_per_s: rate of each device; None with uncounted loops.
+        tflop_per_s: rate of each device; None with uncounted loops too.
         runs_whole: True if all devices compute the same.
         rate_share: share of the devices' nominal matrix rates for the products' types;
-            None for unknown devices, uncounted loops, and float32 without TF32.
+            None without a rate, for unknown devices, and for float32 without TF32.
         rate_dtypes: types of these rates, such as "float32 (TF32)".
         tokens_per_s: None if the batch has no tokens.
         samples_per_s: None if the batch has tokens or is unknown.
@@ -299,7 +307,7 @@ class Throughput:
 
     model_tflop: float
     uncounted_loops: int
-    step_ms: float
+    step_ms: float | None
     known_how: str
     tflop_per_s: float | None
     runs_whole: bool
@@ -310,11 +318,11 @@ class Throughput:
 
     def __str__(self) -> str:
         flop = f"{format_flops(1e12 * self.model_tflop)} of the model"
-        if self.tflop_per_s is None:
+        parts = [f"{flop} a step"]
+        if self.uncounted_loops:
             loops = counted(self.uncounted_loops, "loop", "loops")
-            unknown = f"{loops} whose length the program does not say"
-            parts = [f"{flop} with one iteration of {unknown}"]
-        else:
+            parts = [f"{flop} with one iteration of {loops} of unknown length"]
+        if self.tflop_per_s is not None:
             same = " of the devices, which all compute the same" * self.runs_whole
             where = f"on each{same or ' device'}"
             rate = f"{format_flops(1e12 * self.tflop_per_s)}/s {where}"
@@ -322,7 +330,7 @@ class Throughput:
                 small = self.rate_share <= 5e-4
                 percent = "under 0.1%" if small else f"{self.rate_share:.1%}"
                 rate += f" ({percent} of its rate in {self.rate_dtypes})"
-            parts = [f"{flop} a step", rate]
+            parts.append(rate)
         rates = (("tokens", self.tokens_per_s), ("samples", self.samples_per_s))
         parts += [f"{n:,.0f} {name}/s" for name, n in rates if n is not None]
         has_unmeasured = len(parts) > 1 and self.known_how != "measured"
@@ -330,7 +338,7 @@ class Throughput:
 
 
 def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
-    """Computes a plan's throughput; None without a time or without products.
+    """Computes a plan's throughput; None without products.
 
     Args:
         step_ms: time of a step; by default the measured one, or the predicted one.
@@ -339,25 +347,25 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
     if step_ms is None and (step_ms := plan.measured_ms) is None:
         step_ms, how = plan.predicted_ms, _predicted_how(plan)
     search, flops = plan.search, plan.search.get("model_flops", 0.0)
-    if not step_ms or not flops:
+    if not flops:
         return None
-    seconds, is_whole = step_ms / 1e3, runs_whole(plan)
+    steps_per_s, is_whole = 1e3 / step_ms if step_ms else 0.0, runs_whole(plan)
     devices = 1 if is_whole else prod(size for _, size in plan.mesh_axes)
-    rate = flops / seconds / devices / 1e12
-    tokens, samples = search.get("batch_tokens"), search.get("batch_samples")
+    tokens, samples = (search.get(f"batch_{n}") or 0.0 for n in ("tokens", "samples"))
     loops = round(search.get("uncounted_loops", 0.0))
-    share, dtypes = (None, "") if loops else _share_of_rate(plan, rate)
+    rate = (not loops) * flops * steps_per_s / devices / 1e12
+    share, dtypes = _share_of_rate(plan, rate) if rate else (None, "")
     return Throughput(
         model_tflop=flops / 1e12,
         uncounted_loops=loops,
         step_ms=step_ms,
         known_how=how,
-        tflop_per_s=None if loops else rate,
+        tflop_per_s=rate or None,
         runs_whole=is_whole,
         rate_share=share,
         rate_dtypes=dtypes,
-        tokens_per_s=tokens and tokens / seconds,
-        samples_per_s=samples / seconds if samples and tokens is None else None,
+        tokens_per_s=tokens * steps_per_s or None,
+        samples_per_s=(not tokens) * samples * steps_per_s or None,
     )
 
 

@@ -1,6 +1,7 @@
 """Choices by estimates, the default on virtual devices: nothing runs."""
 
 import itertools
+import re
 from contextlib import closing
 from dataclasses import replace
 
@@ -27,6 +28,7 @@ from cfp.search.guided import Candidate, Solution, build_problem, estimate_optio
 from cfp.search.solver import Assignment, solve
 from cfp.settings import Replacing
 from cfp.view.evidence import with_figures
+from cfp.view.words import summary_line
 from cfp_test.program.stacks import stack_step
 from cfp_test.support.checking import make_mesh
 
@@ -72,6 +74,13 @@ def test_nothing_runs(planned):
     assert {row.note for row in others} == {NOT_RUN}
     assert {row.name for row in others} >= {"data_parallel", "fully_sharded"}
     assert all(plan.predicted_ms <= row.predicted_ms for row in others)
+
+
+def test_the_seconds_of_passes_add_up(planned):
+    passes, _, every = summary_line(planned[0]).partition("; ")
+    seconds = [float(text) for text in re.findall(r"([0-9.]+) s", passes)]
+    assert passes.startswith("trace ")
+    assert sum(seconds) == pytest.approx(float(every.split(" ")[0]), abs=0.06)
 
 
 def test_a_plan_that_is_a_presets_program_names_the_preset(tmp_path):

@@ -101,5 +101,5 @@ def test_choices_have_names_and_words(analysis, problem):
 
     assert words(data).endswith("x: rows (dim 0, size 16); parameters as used")
     assert words(again) == f"{words(data)}; rematerialized"
-    assert words(full).endswith("; parameters sharded")
+    assert words(full).endswith("; parameters sharded, gathered before use")
     assert "x: columns (dim 1, size 32)" in words(odd)

@@ -194,6 +194,24 @@ SHORT = {
 }
 
 
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_sharded_arguments_are_named_the_largest_first(count):
+    names = [f"w/{letter}" for letter in "abcde"[:count]]
+    types = [f"float32[8,{2 + i}]" for i in range(count)]
+    specs, few = (((), ("x",)),) * count, [*reversed(names)][:4]
+    given = {"arg_names": ("x", *names), "arg_types": ("float32[99]", *types)}
+    text = repr(replace(PLAIN, **given, arg_specs=(((),), *specs), donated=()))
+    more = " and 1 more (all: cfp show --python)" * (count == 5)
+    assert f"arguments: {count} of {count + 1} sharded: {', '.join(few)}{more}" in text
+
+
+def test_blocks_of_several_lines_name_these():
+    every = [row(i, 1, f"Net/layer_{i}/mlp", source=f"{i}.py:7") for i in (0, 1)]
+    segments, rows = zip(*every, strict=True)
+    plan = replace(PLAIN, segments=segments, rows=rows)
+    assert "layer_0-1/mlp  at 0.py:7, 1.py:7" in explain_text(plan)
+
+
 @pytest.mark.smoke
 @pytest.mark.explained("Nothing is sharded, all blocks run whole")
 def test_short_texts(golden):
@@ -375,7 +393,7 @@ def test_what_is_run_in_full_has_its_share_of_the_bytes():
     layout = lay_out(frame, presets(frame)["data_parallel"])
     (text,) = whole_ops(layout)
     # The product makes 8 x 8 numbers, and the op two times 8 x 2.
-    assert text.endswith(" (33%)")
+    assert text.endswith(" (33% of the bytes of all ops)")
 
 
 def test_plans_are_still_equal_by_what_they_hold():

@@ -210,8 +210,7 @@ def test_a_loop_of_unknown_length_is_said_and_not_counted_as_whole(planned, tmp_
         assert plan.search["model_flops"] == once
         assert (found.tflop_per_s, found.rate_share) == (None, None)
         assert str(found).startswith(
-            "49,152 FLOP of the model with one iteration of 1 loop whose length the "
-            "program does not say"
+            "49,152 FLOP of the model with one iteration of 1 loop of unknown length"
         )
         [said] = [one for one in remarks(plan) if one.startswith("loops of unknown")]
         assert "in predictions too: while at test_throughput.py:" in said
@@ -268,7 +267,13 @@ def test_other_kinds_have_no_share_and_no_time_no_figures(planned):
     plan = planned()
     unknown = replace(plan, environment={"device_kind": "cpu"})
     assert throughput(unknown).rate_share is None
-    assert throughput(replace(plan, predicted_ms=None)) is None
+    timeless = replace(plan, predicted_ms=None, race=())
+    assert throughput(timeless).step_ms is None
+    flops = str(throughput(plan)).partition(";")[0]
+    assert str(throughput(timeless)) == flops and flops.endswith(
+        "FLOP of the model a step"
+    )
+    assert f"time unknown\n  {flops}\n" in str(timeless)
     assert throughput(replace(plan, search={})) is None
 
 

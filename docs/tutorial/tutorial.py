@@ -167,9 +167,10 @@ print(plan)
 #   line. Each product is named by its weight, with the dim that axis `x` splits: the
 #   `rows` (the batch, so data parallelism), the `columns`, or the dim that is
 #   `contracted` (after `columns`: tensor parallelism). The last words say how
-#   parameters and optimizer state are stored: as the step uses them, or sharded
-#   further and gathered before use.
-# - *arguments* counts how many arrays of state and batch are sharded.
+#   parameters and optimizer state are stored: as the step uses them, sharded and
+#   gathered before use, or sharded along their largest dims, whatever their use.
+# - *arguments* counts how many arrays of state and batch are sharded, and names the
+#   largest.
 # - *worth by prediction* says how much longer the step would take without a kind of
 #   choice: here 0.167 ms without storing parameters in shards.
 #

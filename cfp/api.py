@@ -95,10 +95,10 @@ def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
             again = replace(analyzed, profiles=None)  # Made with the wrong kernels.
             found = run_passes(again, replace(options, settings=settings))
     notes = tuple(dict.fromkeys((*notes, *found.plan.site_checks)))
-    before = analyzed.profiles.counts["estimate_seconds"] if analyzed.profiles else 0.0
-    seconds = analyzed.seconds + before + time.perf_counter() - started
+    made = analyzed.profiles.counts if analyzed.profiles else {}
+    spent = analyzed.seconds + sum(n for k, n in made.items() if k.endswith("_seconds"))
     counts = {"trace_seconds": analyzed.seconds, **found.plan.search}
-    counts["planning_seconds"] = seconds
+    counts["planning_seconds"] = spent + time.perf_counter() - started
     plan = replace(found.plan, site_checks=notes, search=counts)
     return replace(found, plan=plan)
 

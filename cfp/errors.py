@@ -34,13 +34,17 @@ _MOST_NAMES, _FEW_NAMES = 24, 5  # All names of a list; else the first.
 
 
 def known_names(
-    name: str, known: Iterable[str], aliases: Mapping[str, str] | None = None
+    name: str,
+    known: Iterable[str],
+    aliases: Mapping[str, str] | None = None,
+    types: Mapping[str, str] | None = None,
 ) -> str:
     """Lists known names, or some: ``Did you mean 'fully_sharded'? There are: ...``.
 
     Args:
       name: the unknown name; a similar known name, if any, is suggested.
       aliases: {other word: known name}.
+      types: {known name: its type}, to list, too.
     """
     names, plain = [*known], plain_name(name)
     by_plain = {  # Of paths the ends, too; the shortest path of an end counts.
@@ -51,9 +55,10 @@ def known_names(
     other = (aliases or {}).get(plain)
     close = get_close_matches(plain, by_plain, _FEW_NAMES, 0.5)
     near = [other] if other in names else [by_plain[one] for one in close]
-    names = [*dict.fromkeys([*near, *names] if len(names) > _MOST_NAMES else names)]
-    first = names if len(names) <= _MOST_NAMES else names[:_FEW_NAMES]
+    some = [*dict.fromkeys(near)] or names[:_FEW_NAMES]
+    first = names if len(names) <= _MOST_NAMES else some
     more = f" and {len(names) - len(first)} more" * (len(names) > len(first))
+    first = [f"{one} {types[one]}" if types else one for one in first]
     listed = f"There are: {', '.join(first) or 'none'}{more}."
     return f"Did you mean {near[0]!r}? {listed}" if near else listed
 

@@ -173,7 +173,7 @@ def analyze_step(
         calls = (op.manual or PARTITIONED.search(op.attributes) for op in program.ops)
         if not any(calls):
             step.programs[devices] = program, lowering  # No op depends on the mesh.
-    pinned = resolve_pins(pins or {}, program, axes)
+    pinned = resolve_pins(pins or {}, program, axes, step.other_names)
     analysis = analyze(program, axes, pinned, outer_axes(mesh))
     return Analyzed(
         step=step,

@@ -13,10 +13,9 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -44,6 +43,8 @@ Axes = tuple[tuple[str, int], ...]
 
 _AXIS_NAMES = ("x", "y", "z")
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
+# On a busy machine threads of virtual devices start late: XLA's limit is 40 s. Guess.
+_WAIT_FLAG = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 _AXIS = re.compile(r"([A-Za-z_]\w*)=0*([1-9]\d*)")
 
 _NO_DEVICE = (
@@ -306,8 +307,8 @@ def _select(platform: str, count: int) -> None:
 def flags_for_devices(count: int) -> str:
     """Returns the text of ``XLA_FLAGS`` changed to a number of virtual devices."""
     flags = os.environ.get("XLA_FLAGS", "").split()
-    kept = [flag for flag in flags if not flag.startswith(_COUNT_FLAG)]
-    return " ".join([*kept, f"{_COUNT_FLAG}={count}"])
+    kept = [flag for flag in flags if not flag.startswith((_COUNT_FLAG, _WAIT_FLAG))]
+    return " ".join([_WAIT_FLAG, *kept, f"{_COUNT_FLAG}={count}"])
 
 
 def _share(count: int) -> int:
@@ -363,10 +364,13 @@ def make_mesh(axes: Axes | None, *, remedy: str = "") -> Mesh:
     if len(devices) < wanted:
         fewer = f"--devices {len(devices)}, or " if len(devices) > 1 else ""
         remedy = remedy or f"Give {fewer}--platform cpu for virtual devices."
+        counts = sorted(Counter(one.process_index for one in devices).items())
+        each = ", ".join(f"{count} in process {i}" for i, count in counts)
+        where = f": {each}" if len(counts) > 1 else ""
         raise CfpError(
             f"There are too few devices: the mesh {mesh_text(axes)} needs {wanted}, "
             f"and here are {len(devices)} of platform {kind}"
-            f"{_by_process(devices)}. {remedy}"
+            f"{where}. {remedy}"
         )
     names, sizes = zip(*axes, strict=True)
     kinds = (jax.sharding.AxisType.Auto,) * len(names)
@@ -383,12 +387,3 @@ def all_meshes(most_axes: int) -> dict[str, Mesh]:
     return {
         mesh_text(axes): make_mesh(axes) for axes in shapes if len(axes) <= most_axes
     }
-
-
-def _by_process(devices: Sequence[Any]) -> str:
-    """Writes ``: 4 in process 0, 4 in process 1``; "" for one process."""
-    counts = Counter(device.process_index for device in devices)
-    if len(counts) == 1:
-        return ""
-    each = ", ".join(f"{count} in process {i}" for i, count in sorted(counts.items()))
-    return f": {each}"

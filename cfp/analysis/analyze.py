@@ -248,12 +248,14 @@ def resolve_pins(
     pins: Mapping[str, PartitionSpec | NamedSharding | str],
     program: Program,
     mesh: Mesh,
+    others: Mapping[str, int],
 ) -> dict[int, Spec]:
     """Turns pins {pattern: sharding} into {argument position: sharding}.
 
     A pattern is an argument's path, a path's end after a ``/``, or a glob of either. In
     ``params/*/kernel``, ``*`` matches ``/``, too. NNX's final ``/value`` is optional. A
     whole path matches that argument only. The last match wins. A string shards dim 0.
+    `others` has positions by further names, for patterns that match no first name.
 
     Raises:
         CfpError: a pattern matches no argument, or its sharding does not fit one.
@@ -261,11 +263,13 @@ def resolve_pins(
     found: dict[int, Spec] = {}
     names = program.arg_names
     for pattern, sharding in pins.items():
-        matches = [i for i, name in enumerate(names) if name == pattern] or [
-            i for i, name in enumerate(names) if path_matches(name, pattern)
-        ]
+        matches = [i for i, name in enumerate(names) if name == pattern]
+        for pairs in ((name, i) for i, name in enumerate(names)), others.items():
+            matches = matches or [i for one, i in pairs if path_matches(one, pattern)]
         if not matches:
-            known = known_names(pattern, [_like(name, pattern) for name in names])
+            types = (str(program.values[arg]) for arg in program.args)
+            like = {_like(n, pattern): t for n, t in zip(names, types, strict=True)}
+            known = known_names(pattern, like, types=like)
             more = "`cfp analyze TARGET --json` lists all arguments."
             raise CfpError(f"The pin {pattern!r} matches no argument. {known} {more}")
         spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding

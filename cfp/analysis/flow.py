@@ -240,7 +240,8 @@ def block_names(
 ) -> tuple[str, ...]:
     """Returns anchors' names, maybe equal: scope (and path if shared), path or line."""
     ops = [flow.program.ops[anchor] for anchor in anchors]
-    scopes = [_scope_of_user(op.scope) for op in ops]
+    users = [_user_parts(op.scope) for op in ops]
+    scopes = ["" if all(map(_EINSUM.fullmatch, x)) else "/".join(x) for x in users]
     paths = _shortened([_deepest_path(flow, op, parameters) for op in ops])
     names = [
         scope or path or _line(op)
@@ -261,11 +262,6 @@ def block_names(
 def scope_path(scope: str) -> str:
     """A name stack's user part, else its op: ``Net/a`` of ``jit(f)/jvp(Net)/a/dot``."""
     return "/".join(_user_parts(scope)) or _split_scope(scope)[-1]
-
-
-def _scope_of_user(scope: str) -> str:
-    parts = _user_parts(scope)
-    return "" if all(map(_EINSUM.fullmatch, parts)) else "/".join(parts)
 
 
 def _user_parts(scope: str) -> list[str]:

@@ -478,12 +478,16 @@ class CompiledStep:
 
         A step with host callbacks is waited for, and raises their exceptions.
         """
+        return self.run(self.look(args, kwargs))
+
+    def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Look:
+        """Finds a call's leaves; raises PlanMismatch as :meth:`FlatStep.flatten`."""
         leaves = self.step.leaves_of(args, kwargs)
         if leaves is not None:
             look = self.dispatch.look(leaves)
             if self.dispatch.has_leaves(look):
-                return self.run(look)
-        return self.run(self.dispatch.look(self.step.flatten(args, kwargs)))
+                return look
+        return self.dispatch.look(self.step.flatten(args, kwargs))
 
     def run(self, look: Look) -> Any:
         """Runs the step on leaves, as `Dispatch.look` gives them; returns a pytree."""

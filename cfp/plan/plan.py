@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
@@ -35,7 +35,6 @@ from cfp.plan.execute import (
 )
 from cfp.plan.file import Local
 from cfp.plan.parts import (
-    BINDS,
     Figures,
     Site,
     check_arguments,
@@ -54,12 +53,7 @@ from cfp.program.jaxprs import trace_context_key
 from cfp.program.memory import HOST
 from cfp.program.partitioned import TARGET as PARTITIONED_TARGET
 from cfp.program.read import Outline
-from cfp.program.step import (
-    FlatStep,
-    OtherStructure,
-    flatten_step,
-    typed_as_returned,
-)
+from cfp.program.step import FlatStep, flatten_step, typed_as_returned
 from cfp.program.trace import exported, planning_mesh
 from cfp.race.programs import RaceRow
 from cfp.settings import ConstraintLevel
@@ -227,8 +221,8 @@ class Plan:
         """Returns the plan bound to a step, which is traced with these arguments.
 
         While it traces, JAX reserves the devices' memory. Static and donated arguments
-        are by default the plan's. :meth:`apply` of the same function does not trace
-        again, unless state is weakly typed.
+        are by default the plan's. A function that is bound with equal types does not
+        trace again, unless state is weakly typed.
 
         Args:
             fn: the planned step.
@@ -245,44 +239,40 @@ class Plan:
         """
         check_binding(fn, kwargs)
         plan = self if mesh is None else self.on(mesh)
-        calls = {
-            "static_argnums": static_argnums,
-            "static_argnames": static_argnames,
-            "donate_argnums": donate_argnums,
-            "donate_argnames": donate_argnames,
-        }
-        step = plan._flat(fn, args, kwargs, calls)
-        plan = replace(plan, mesh=plan._on_mesh())
-        start_devices(plan._on_mesh().local_devices)
-        step = typed_as_returned(step)
-        out_tree, now = tree_structure(step.traced.out_info), trace_context_key()
-        plan = replace(plan, step=step, out_tree=out_tree, traced_under=now)
-        plan._shardings()  # Raises if the results are others.
-        return plan
-
-    def _flat(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        calls: Mapping[str, Any],
-    ) -> FlatStep:
-        """Flattens and checks a call of the step, without tracing; see `bind`."""
-        kinds = {"static_argnums": int, "static_argnames": str}
-        if not any(sequence(calls.get(name, ()), of) for name, of in kinds.items()):
+        if not sequence(static_argnums, int) and not sequence(static_argnames, str):
             known = static_arguments(self.static, self.step, args)
-            calls = {**calls} | {
-                name: [key for key in known if isinstance(key, of)]
-                for name, of in kinds.items()
-            }
-        step = flatten_step(fn, args, kwargs, **calls, precision=self.precision)
-        old = self.step or step
-        if old.parted(step.arg_names) or step.parted(old.arg_names):
-            old.flatten(args, kwargs)  # Raises, and names the object.
+            static_argnums = [key for key in known if isinstance(key, int)]
+            static_argnames = [key for key in known if isinstance(key, str)]
+        step = flatten_step(
+            fn,
+            args,
+            kwargs,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
+            precision=self.precision,
+        )
+        if self.step and self.step.parted(step.arg_names):
+            self.step.flatten(args, kwargs)  # Raises, and names the object.
+        if pair := step.parted(self.arg_names):
+            raise PlanMismatch(
+                f"The arguments do not fit the plan: {pair} are one object, and were "
+                "two. Call with a copy of one: jax.tree.map(jnp.copy, ...)."
+            )
         check_arguments(self.arg_names, self.arg_types, step)
         check_donated(self.donated, step)
         step = step.with_state_in_host(self.in_host).with_donated(self.donated)
-        return step.with_weak_types(step.weak.union(self.weak))
+        step = step.with_weak_types(step.weak.union(self.weak))
+        plan = replace(plan, mesh=plan._on_mesh())
+        start_devices(plan._on_mesh().local_devices)
+        step, now = typed_as_returned(step), trace_context_key()
+        if self.step is not None and (step, now) == (self.step, self.traced_under):
+            step = self.step  # It is traced already.
+        out_tree = tree_structure(step.traced.out_info)
+        plan = replace(plan, step=step, out_tree=out_tree, traced_under=now)
+        plan._shardings()  # Raises if the results are others.
+        return plan
 
     def as_in_file(self) -> Plan:
         """Returns the plan without step, devices and programs, as in a file."""
@@ -329,42 +319,31 @@ class Plan:
         """Returns a function that runs `fn`, the planned step, under this plan.
 
         The first call compiles or loads the step, on the first devices if the plan has
-        no mesh. Under another configuration of JAX, or with other functions in the
-        arguments, the step is traced again. Calls raise PlanMismatch if the step's
-        program or arguments differ from the plan's.
+        no mesh. Under another configuration of JAX, or with other functions or static
+        values in the arguments, the step is traced again. Calls raise PlanMismatch if
+        the step's program or arguments differ from the plan's.
         """
-        compiled = defaultdict[Any, list[CompiledStep]](list)  # The latest 4.
-        is_bound = self.step is not None and self.step.fn is fn
-        key = self.traced_under if is_bound else None
+        compiled = deque[tuple[Hashable, CompiledStep]](maxlen=_MOST_TRACES)
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            changed, known = None, compiled[now := trace_context_key()]
-            for one in known:
+            changed, now = None, trace_context_key()
+            for one in [one for under, one in compiled if under == now]:
                 try:
-                    return one(*args, **kwargs)
-                except OtherStructure as error:
+                    look = one.look(args, kwargs)
+                except PlanMismatch as error:
                     changed = changed or error
-            try:
-                if now == key and not known and self._takes(args, kwargs):
-                    known.insert(0, self.compile_bound())
                 else:
-                    known.insert(0, self.compile(fn, *args, **kwargs))
+                    return one.run(look)
+            try:
+                one = self.compile(fn, *args, **kwargs)
             except PlanMismatch as error:
                 raise changed or error from None
-            del known[4:]
-            return known[0](*args, **kwargs)
+            compiled.appendleft((now, one))
+            return one(*args, **kwargs)
 
         step.__name__ = getattr(fn, "__name__", "step")
         step.__doc__ = fn.__doc__
         return step
-
-    def _takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """True if a call matches the bound step; may raise as `bind` if it does not."""
-        step = self._bound()
-        if not kwargs.keys().isdisjoint(BINDS):
-            return False  # `bind` takes these names for its own arguments.
-        check_binding(step.fn, kwargs)
-        return typed_as_returned(self._flat(step.fn, args, kwargs, {})) == step
 
     def compile(self, fn: Callable[..., Any], *args: Any, **kw: Any) -> CompiledStep:
         """Compiles the step for arguments (arrays or ``jax.ShapeDtypeStruct`` s).
@@ -554,6 +533,8 @@ class Plan:
         return replace(self, mesh=here, raced=None)
 
 
+# Traces that a function of `Plan.apply` keeps. Guess.
+_MOST_TRACES = 4
 # Fields of a plan in one process alone: its step, devices and compiled programs.
 _HERE = ("mesh", "step", "out_tree", "traced_under", "raced", "tuned")
 

@@ -190,12 +190,12 @@ MEASURE_VERSION = "3"
 
 GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 
-# Flags for dumps, caches and the number of devices, which has its own part: they do not
-# change a program's cost.
+# Flags for dumps, caches, waits and the number of devices, which has its own part: they
+# do not change a program's cost.
 _IRRELEVANT_XLA_FLAGS = re.compile(
-    r"--xla_(dump_.*|force_host_platform_device_count|gpu_cuda_data_dir"
-    r"|gpu_dump_.*|gpu_per_fusion_autotune_cache_dir|gpu_kernel_cache_file"
-    r"|gpu_experimental_autotune_cache_mode|gpu_experimental_autotuner_cache_dir)"
+    r"--xla_(dump_.*|force_host_platform_device_count|cpu_collective_call_.*"
+    r"|gpu_(cuda_data_dir|dump_.*|per_fusion_autotune_cache_dir|kernel_cache_file"
+    r"|experimental_autotune_cache_mode|experimental_autotuner_cache_dir))"
 )
 _ALLOCATOR_VARIABLES = (
     "XLA_CLIENT_MEM_FRACTION",

@@ -25,6 +25,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import suppress
+from dataclasses import is_dataclass
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple, TypeVar
@@ -217,9 +218,9 @@ def changed(
 def leaves_of_modules(passed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields (path, leaf) of mutable modules in `passed`, which is {name: argument}."""
     for name, arg in passed.items():
-        nodes, _ = tree_flatten_with_path(arg, is_leaf=is_object)
+        nodes, _ = tree_flatten_with_path(arg, is_leaf=is_mutable)
         for start, node in nodes:
-            if is_object(node):
+            if is_mutable(node):
                 for path, leaf in tree_flatten_with_path(node)[0]:
                     rest = keystr((*start, *path), simple=True, separator="/")
                     yield f"{name}/{rest}", leaf
@@ -416,13 +417,16 @@ class Same(NamedTuple):
 
 
 def is_object(node: Any) -> bool:
-    """True for a custom node of a pytree that may change in place, such as a module."""
-    is_value = isinstance(node, Mapping) and not isinstance(node, MutableMapping)
+    """True for a module; mappings and dataclasses are values, as under ``jax.jit``."""
+    return is_mutable(node) and not (isinstance(node, Mapping) or is_dataclass(node))
+
+
+def is_mutable(node: Any) -> bool:
+    """True for a custom node of a pytree that may change in place."""
+    is_fixed = isinstance(node, Mapping) and not isinstance(node, MutableMapping)
     parameters = getattr(type(node), "__dataclass_params__", None)
-    code = getattr(type(node).__setattr__, "__code__", None)  # Such as Equinox's.
-    raises = "FrozenInstanceError" in getattr(code, "co_names", ())
-    is_value = is_value or raises or getattr(parameters, "frozen", False)
-    return not (is_value or isinstance(node, partial)) and is_module(node)
+    is_frozen = getattr(parameters, "frozen", False) or isinstance(node, partial)
+    return not (is_fixed or is_frozen) and is_module(node)
 
 
 def together(tree: Any, shares: bool = True) -> Any:

@@ -113,13 +113,8 @@ def with_leaves_in(tree: Any, which: Collection[int], space: Any) -> Any:
     return tree_unflatten(structure, moved)
 
 
-def explicit_sharding(leaf: Any) -> NamedSharding | None:
-    """Returns an array's sharding if its mesh has an explicit axis; None otherwise."""
-    sharding = getattr(leaf, "sharding", None)
-    return sharding if _is_explicit(sharding) else None
-
-
-def _is_explicit(sharding: Any) -> TypeGuard[NamedSharding]:
+def is_explicit(sharding: Any) -> TypeGuard[NamedSharding]:
+    """True if the mesh of a sharding has an explicit axis."""
     is_named = isinstance(sharding, NamedSharding)
     return is_named and AxisType.Explicit in sharding.mesh.axis_types
 
@@ -136,8 +131,7 @@ def mesh_of_results(mesh: Mesh, explicit: Iterable[NamedSharding | None]) -> Mes
         explicit: shardings of arguments on explicit axes.
     """
     around = jax.sharding.get_abstract_mesh().axis_types
-    is_explicit = any(explicit) or AxisType.Explicit in around
-    return mesh if is_explicit else auto_mesh(mesh)
+    return mesh if any(explicit) or AxisType.Explicit in around else auto_mesh(mesh)
 
 
 def on_auto_mesh(sharding: NamedSharding) -> NamedSharding:
@@ -167,7 +161,7 @@ def placed_avals(
         jax.ShapeDtypeStruct(
             aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
         )
-        if sharding.memory_kind in _OF_THE_HOST or _is_explicit(sharding)
+        if sharding.memory_kind in _OF_THE_HOST or is_explicit(sharding)
         else aval
         for aval, sharding in zip(avals, shardings, strict=True)
     )

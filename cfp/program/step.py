@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import (
     SequenceKey,
     tree_flatten,
@@ -35,8 +35,8 @@ from cfp.program import calling
 from cfp.program.jaxprs import check_settings, cudnn_expected, do_the_same
 from cfp.program.memory import (
     HOST,
-    explicit_sharding,
     in_memory,
+    is_explicit,
     memory_kind,
     placed_avals,
     result_memory_kinds,
@@ -48,10 +48,6 @@ from cfp.program.partitioned import traced_with_callbacks
 _NO_NUMBERS = "OSUMm"
 # JAX's name of an argument's leaf in errors.
 _LEAF = re.compile(r"\bleaves\[(\d+)\]")
-
-
-class OtherStructure(PlanMismatch):
-    """A call's arguments have another structure, or other functions in it."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ class FlatStep:
             leaves, tree = tree_flatten(calling.fixed(dynamic))
         if tree != self.in_tree:
             changes = self.changes(tree, range(len(leaves)))
-            raise OtherStructure(
+            raise PlanMismatch(
                 "The arguments' structure changed since the step was planned: "
                 f"{changes}. Pass what was planned for, or plan again."
             )
@@ -165,15 +161,30 @@ class FlatStep:
         nodes = tree_leaves(self._dynamic, is_leaf=calling.is_object)
         return [calling.is_object(node) for node in nodes for _ in tree_leaves(node)]
 
-    def parted(self, names: Sequence[str], dynamic: Any = None) -> str:
-        """Names places of one object, of the step's, that leaves `names` make two."""
-        tree = self._dynamic if dynamic is None else dynamic
+    @cached_property
+    def _shared(self) -> list[tuple[str, str]]:
+        """Names of (first place, later place) of objects at several places."""
+        tree = self._dynamic
         parts = [(path, None) for pair in calling.shared_places(tree) for path in pair]
         named = [x[1] for x in _named_leaves(self.fn, tree, dict(self.static), parts)]
-        for first, later in zip(named[::2], named[1::2], strict=True):
-            if any(name.startswith(f"{later}/") for name in names):
-                return f"{first} and {later}"
-        return ""
+        return [*zip(named[::2], named[1::2], strict=True)]
+
+    def parted(self, names: Sequence[str]) -> str:
+        """Names places of one object, of the step's, that leaves `names` make two."""
+        later = (
+            x for x in self._shared if any(n.startswith(f"{x[1]}/") for n in names)
+        )
+        return " and ".join(next(later, ()))
+
+    @property
+    def other_names(self) -> dict[str, int]:
+        """Indices of leaves by their names at later places of objects."""
+        return {
+            later + name.removeprefix(first): i
+            for first, later in self._shared
+            for i, name in enumerate(self.arg_names)
+            if name.startswith(f"{first}/")
+        }
 
     def changes(self, in_tree: Any, leaves: Sequence[Any]) -> str:
         """Describes new and missing leaves, else another static value; never empty."""
@@ -183,13 +194,14 @@ class FlatStep:
         gone = [name for name in self.arg_names if name not in names]
         new = [name for name in names if name not in self.arg_names]
         changes = (("missing", gone), ("not there before", new))
+        copy = "with a copy of one: jax.tree.map(jnp.copy, ...)"
         for pair, _, tree in self._swaps(now):
             if tree == self.in_tree:
                 return f"{pair} are swapped"
         if pair := self.parted(names):
-            return f"{pair} are two objects, and were one (pass one, or plan for two)"
-        if pair := self.parted(self.arg_names, now):
-            return f"{pair} are one object, and were two (pass a copy of one)"
+            return f"{pair} are two objects, and were one (pass one, or begin {copy})"
+        if pair := replace(self, in_tree=in_tree, avals=leaves).parted(self.arg_names):
+            return f"{pair} are one object, and were two (call {copy})"
         if words := [f"{what}: {few(x)}" for what, x in changes if x]:
             return "; ".join(words)
         every = calling.static_differences(before, now)
@@ -287,22 +299,26 @@ class FlatStep:
         return calling.lost_changes(lambda *x: self._run(fn, x), self.avals)
 
     def _trace(self) -> jax.stages.Traced:
-        """Traces without shardings; if that fails, with shardings on explicit axes.
+        """Traces on Auto axes, without shardings; if that fails, on explicit axes.
 
         A step's own shard_map may need explicit axes. Other steps do not trace with the
-        shardings that their arguments happen to have.
+        shardings that their arguments happen to have, or trace to other operations.
         """
         here = SingleDeviceSharding(jax.devices()[0])
-        plain: list[Sharding] = [here] * len(self.avals)
-        typed: list[Sharding] = [one or here for one in self.explicit]
-        try:
-            avals = placed_avals(self.avals, in_memory(plain, self.memory_kinds))
+        around = jax.sharding.get_abstract_mesh()  # Of `jax.set_mesh`.
+        auto = around.update_axis_types(dict.fromkeys(around.axis_names, AxisType.Auto))
+
+        def traced(shardings: Sequence[Sharding]) -> jax.stages.Traced:
+            avals = placed_avals(self.avals, in_memory(shardings, self.memory_kinds))
             return traced_with_callbacks(self.flat_fn, avals)
+
+        try:
+            with jax.sharding.use_abstract_mesh(auto):
+                return traced([here] * len(self.avals))
         except Exception:
-            if not any(self.explicit):
+            if not any(self.explicit) and auto == around:
                 raise
-        avals = placed_avals(self.avals, in_memory(typed, self.memory_kinds))
-        return traced_with_callbacks(self.flat_fn, avals)
+        return traced([one or here for one in self.explicit])
 
     @cached_property
     def traced(self) -> jax.stages.Traced:
@@ -453,6 +469,7 @@ def flatten_step(
         )
     dynamic = calling.fixed(calling.together(dynamic, shares))
     leaves = _named_leaves(fn, dynamic, static)
+    shardings = [getattr(leaf, "sharding", None) for _, _, leaf in leaves]
     step = FlatStep(
         fn,
         avals=tuple(abstract(leaf, name) for _, name, leaf in leaves),
@@ -462,7 +479,7 @@ def flatten_step(
         static=tuple(static.items()),
         examples=tuple(x if calling.may_be_given(x) else None for _, _, x in leaves),
         memory_kinds=tuple(memory_kind(leaf) for _, _, leaf in leaves),
-        explicit=tuple(explicit_sharding(leaf) for _, _, leaf in leaves),
+        explicit=tuple(x if is_explicit(x) else None for x in shardings),
         precision=precision,
         shares=shares,
     )

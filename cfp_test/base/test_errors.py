@@ -65,6 +65,10 @@ def test_what_users_can_mend_is_raised_as_a_cfp_error_in_two_sentences():
                 given, text = call.args[0], ast.unparse(call.args[0])
                 if isinstance(given, TEXTS) and re.search("[a-z] ", text):
                     assert re.search(WHOLE, text), path
+        classes = [one for one in ast.walk(tree) if isinstance(one, ast.ClassDef)]
+        for base in (ast.unparse(base) for one in classes for base in one.bases):
+            is_public = path.stem == "errors" or not hasattr(errors, base)
+            assert is_public, (path, base)
         for one in (one for one in ast.walk(tree) if isinstance(one, ast.Raise)):
             name = getattr(getattr(one.exc, "func", one.exc), "id", "")
             kind = getattr(builtins, name, None)
@@ -82,6 +86,13 @@ def test_known_names_begin_with_the_nearest():
     with_alias = errors.known_names("fsdp", known, {"fsdp": "fully_sharded"})
     assert with_alias == f"Did you mean 'fully_sharded'? {listed}"
     assert errors.known_names("fsdp", []) == "There are: none."
+    many = {f"layer_{i}/kernel": f"f32[{i}]" for i in range(30)}
+    assert errors.known_names("layer_29/kernl", many, types=many).startswith(
+        "Did you mean 'layer_29/kernel'? There are: layer_29/kernel f32[29], layer_"
+    )
+    assert "f32[0], layer_1/kernel f32[1]" in errors.known_names(
+        "other", many, types=many
+    )
 
 
 def test_memory_budget_error_lists_the_largest_first_and_survives_pickling():

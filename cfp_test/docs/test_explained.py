@@ -2,7 +2,10 @@
 
 import ast
 import json
+import os
 import re
+import signal
+import subprocess
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -18,9 +21,10 @@ from cfp.checking.check import Differences, Leaf
 from cfp.checking.trial import StepResult, Trial
 from cfp.cli.running import check_text, list_failures, trial_data
 from cfp.errors import CfpError
-from cfp.platform import make_mesh
+from cfp.platform import flags_for_devices, make_mesh
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
+from cfp_test.support.forking import quick_python
 from cfp_test.view.plans import make_plan
 
 TESTS = Path(__file__).parents[1]
@@ -66,6 +70,45 @@ def test_a_platform_without_devices(monkeypatch):
     monkeypatch.setattr(jax, "devices", none)
     with pytest.raises(CfpError, match=r"JAX finds no device(?s:.*)Unknown backend"):
         make_mesh(None)
+
+
+LATE = """
+import threading
+import jax
+import jax.numpy as jnp
+
+mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
+
+def late(x):
+    if x[0] == 0:
+        threading.Event().wait()
+    return x
+
+def body(x):
+    return jax.lax.psum(jax.pure_callback(late, x, x), "x")
+
+spec = jax.P("x")
+jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.arange(2))
+"""
+
+
+@pytest.mark.explained("Termination timeout exceeded, threads to join the rendezvous")
+def test_virtual_devices_that_do_not_meet(monkeypatch):
+    """Commands wait for longer than XLA does, or for as long as the user says."""
+    limit = "--xla_cpu_collective_call_terminate_timeout_seconds"
+    monkeypatch.delenv("XLA_FLAGS")
+    assert f"{limit}=600" in flags_for_devices(2)
+    monkeypatch.setenv("XLA_FLAGS", f"{limit}=1")
+    flags = flags_for_devices(2)
+    ended = subprocess.run(
+        [quick_python(), "-c", LATE],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == -signal.SIGABRT
+    assert re.search("Termination timeout .* of 1 seconds exceeded", ended.stderr)
+    assert "Expected 2 threads to join the rendezvous, but only 1" in ended.stderr
 
 
 @pytest.mark.explained("Some donated buffers were not usable")

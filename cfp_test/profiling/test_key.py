@@ -55,6 +55,7 @@ def test_a_part_may_come_once_only():
         ("--xla_b=1  --xla_a=2\n", "--xla_a=2 --xla_b=1"),
         ("--xla_dump_to=/x --xla_dump_hlo_as_text --xla_a", "--xla_a"),
         ("--xla_force_host_platform_device_count=8", ""),
+        ("--xla_cpu_collective_call_terminate_timeout_seconds=600", ""),
         ("--xla_gpu_per_fusion_autotune_cache_dir=/x --xla_a=1", "--xla_a=1"),
         ("--xla_gpu_autotune_level=0", "--xla_gpu_autotune_level=0"),
         ("--xla_a=1 --xla_a=1", "--xla_a=1"),

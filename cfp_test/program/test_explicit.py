@@ -1,5 +1,7 @@
 """Steps with a shard_map of the user's own, on meshes of any kind of axes."""
 
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,6 +91,29 @@ def test_shardings_that_explicit_axes_refuse_are_no_obstacle(tmp_path):
     settings = DetailedSettings(race=False, per_kind=1, in_context=False)
     how = {"mesh": mesh, "cache_dir": tmp_path, "settings": settings, "quiet": True}
     assert cfp.plan(step, weights, x, **how).compile_bound()(weights, x) == 8**3
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_plan_holds_inside_and_outside_of_set_mesh(inside, mesh, tmp_path):
+    """JAX's explicit mode would trace lookups and sums to other operations."""
+
+    def step(table, tokens):
+        def loss(table):
+            logits = jnp.tanh(table[tokens]) @ table.T
+            return -jax.nn.log_softmax(logits)[jnp.arange(8), tokens].mean()
+
+        value, gradient = jax.value_and_grad(loss)(table)
+        return table - gradient, value
+
+    args = np.linspace(0, 1, 256, dtype=np.float32).reshape(16, 16), np.arange(8)
+    expected, expected_loss = jax.jit(step)(*args)
+    how = {"mesh": mesh, "preset": "data_parallel", "cache_dir": tmp_path}
+    with jax.set_mesh(mesh) if inside else nullcontext():
+        plan = cfp.plan(step, *args, **how)
+    with nullcontext() if inside else jax.set_mesh(mesh):
+        table, loss = plan.apply(step)(*args)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    np.testing.assert_allclose(table, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("preset", ["fully_sharded", None])

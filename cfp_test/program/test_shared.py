@@ -1,5 +1,7 @@
 """Modules and variables at several places: one object, as under nnx.jit."""
 
+from dataclasses import dataclass, replace
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -55,6 +57,18 @@ def mesh():
 def planned(step, *args, mesh, **options):
     options = {"preset": "fully_sharded", "quiet": True, **options}
     return cfp.plan(step, *args, mesh=mesh, **options)
+
+
+def test_a_pin_may_use_a_later_name(mesh):
+    """A whole name, or an end, that no first name has."""
+    for pattern in ("net/out/embedding", "out/embedding/value"):
+        pins = {pattern: jax.P(None, "x")}
+        plan = planned(train, *made(), TOKENS, mesh=mesh, pins=pins)
+        pinned = [plan.arg_names[i] for i in plan.pinned]
+        assert pinned == ["net/embed/embedding/value"], "not its moments"
+    pins = {"optimizer/*/embedding": jax.P()}
+    plan = planned(train, *made(), TOKENS, mesh=mesh, pins=pins)
+    assert [plan.arg_names[i].split("/")[0] for i in plan.pinned] == ["optimizer"] * 2
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit])
@@ -124,6 +138,8 @@ def test_one_object_that_is_two_later_is_refused(mesh):
     for later in (nnx.clone(a), one):
         with pytest.raises(PlanMismatch, match="a and b are two objects, and were one"):
             step(a, later, X)
+    copy = jax.tree.map(jnp.copy, a)  # As the message says.
+    assert planned(halve, a, copy, X, mesh=mesh).apply(halve)(a, copy, X)
     with pytest.raises(PlanMismatch, match="a and b are two objects"):
         planned(halve, one, one, X, mesh=mesh).apply(halve)(one, held(), X)
 
@@ -143,6 +159,66 @@ def test_a_module_that_cannot_change_is_a_value_at_each_place(mesh):
     for _ in range(2):
         model, average, result = step(model, average, X)
     np.testing.assert_allclose(result, X @ one.weight.T / 2, rtol=1e-6)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Params:
+    kernel: jax.Array
+
+
+def in_place(params, average, x):
+    params.kernel = params.kernel / 2
+    average.kernel = (average.kernel + params.kernel) / 2
+    return params, average, x @ average.kernel
+
+
+def by_replacing(params, average, x):
+    params = replace(params, kernel=params.kernel / 2)
+    average = jax.tree.map(lambda a, b: (a + b) / 2, average, params)
+    return params, average, x @ average.kernel
+
+
+@pytest.mark.parametrize("step", [in_place, by_replacing])
+def test_a_dataclass_is_a_value_at_each_place_as_under_jit(step, mesh):
+    """An average may begin as the object that holds the parameters."""
+    found, expected = [], []
+    for run, to in (
+        (planned(step, *[Params(X)] * 2, X, mesh=mesh).apply(step), found),
+        (jax.jit(step), expected),
+    ):
+        params = average = Params(X)
+        for _ in range(2):
+            params, average, result = run(params, average, X)
+            to.append(result)
+        assert params is not average
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+    def forgotten(params, x):
+        params.kernel = params.kernel / 2
+        return x @ params.kernel
+
+    with pytest.raises(StepNotTraceable, match="changes params/kernel in place"):
+        _ = flatten_step(forgotten, (Params(X), X)).traced
+
+
+def test_variables_of_modules_that_are_dataclasses_stay_shared(mesh):
+    @dataclass
+    class Typed(nnx.Module):
+        m: nnx.Param
+
+    one = Typed(nnx.Param(X))
+    a, b, result = planned(halve, one, one, X, mesh=mesh).apply(halve)(one, one, X)
+    np.testing.assert_allclose(result, X @ X / 2)
+    assert a.m is b.m
+
+
+def test_a_loaded_plan_names_both_places_of_an_object(mesh, tmp_path):
+    planned(halve, held(), held(), X, mesh=mesh).save(tmp_path / "plan.json")
+    one, loaded = held(), cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
+    for run in (loaded.apply(halve), cfp.parallelize(halve, plan=loaded)):
+        with pytest.raises(PlanMismatch, match="a and b are one object, and were two"):
+            run(one, one, X)
 
 
 def test_two_objects_that_are_one_later_are_refused(mesh):

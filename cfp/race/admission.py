@@ -22,8 +22,8 @@ others                     no          no             no
 A candidate that does not fit is compiled again with memory limits, if it may fit then,
 the loosest first. Such variants have no exemptions. Rematerialized programs are other
 candidates (:mod:`cfp.race.programs`). After the deadline, at most one is compiled, if
-none was before. Without a race, compiling ends with the first that fits. Without a
-budget, the reach and `MOST_RACED` decide.
+none was before; the store's sizes count. Without a race, compiling ends with the first
+that fits. Without a budget, the reach and `MOST_RACED` decide.
 
 *Memory limit* is an option of XLA, not the budget. XLA uses free device memory to hide
 latency. With a limit, it rematerializes ops to need about that much: fewer and cheaper
@@ -346,11 +346,11 @@ def compile_until_enough_fit(
         is_sure = memory is None or one.key in exempt
         if one not in large:
             state.add(one, None if is_sure else size_of(one))
-    first = [ways[0] for ways in state.queue]
-    state.however_slow = exempt_from_reach([*candidates[:1], *first])
-    while chosen := state.select():
-        if (state.fitting or state.found.refused) and is_over():
-            break
+    first = (*candidates[:1], *(ways[0] for ways in state.queue))
+    state.however_slow = exempt_from_reach(first)
+    has_begun = False  # Sizes in the store do not count as compiled.
+    while (chosen := state.select()) and not (has_begun and is_over()):
+        has_begun = True
         state.queue = [ways for ways in state.queue if ways not in chosen]
         # Each candidate's first variant, then tighter ones of all in turn.
         depths = range(max(map(len, chosen)))
@@ -430,9 +430,8 @@ def no_winner(
         "enough for the smallest compiled program; budgets between the two were not "
         f"searched.\n  {_described(analysis, best)}"
     )
-    error = _error(
-        analysis, first, best.size, most, reserve_bytes, best.candidate.choice
-    )
+    how = best.size, most, reserve_bytes, best.candidate.choice
+    error = _error(analysis, first, *how)
     broken = defaultdict[str, list[str]](list)
     for one in results:
         if one.record and one.record.status not in ("ok", "out_of_memory"):

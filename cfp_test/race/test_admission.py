@@ -296,6 +296,16 @@ def test_where_time_is_over_and_nothing_fits_nothing_else_is_asked_for(reach, mo
     assert len(left(found, TOO_LATE)) == len(sizes) - len(asked)
 
 
+@pytest.mark.parametrize("reach", [REACH, None])
+def test_known_sizes_do_not_count_as_compiled_after_the_deadline(reach):
+    """A planned step is planned again in no time, also if the store has refusals."""
+    sizes, times = {"planned": 90, "large": 120}, {"planned": 10.0, "large": 9.0}
+    large = {candidate("large", times["large"]).key: split(sizes["large"])}
+    how = {"limits": False, "compiled": large, "most": 0, "reach": reach}
+    found, asked = admit(sizes, times, **how)
+    assert asked == ["large", "planned"] and fitting(found) == {"planned"}
+
+
 @pytest.mark.parametrize("reach", [0.5, float("inf")])
 def test_where_nothing_fits_yet_the_next_is_compiled(reach):
     sizes = {"planned": 120, "planned 2": 90}

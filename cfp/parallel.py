@@ -315,8 +315,7 @@ class ParallelStep:
             for name, kind, spec in leaves
             if (name, kind) in now and names.count(name) == 1
         }
-        # A preset needs no pins; several processes could not plan again after a
-        # failure.
+        # A preset needs no pins; several processes cannot plan again after a failure.
         if not options.get("preset") and jax.process_count() == 1:
             alike = options | {"pins": {**(options.get("pins") or {}), **pins}}
             with suppress(MemoryBudgetError):

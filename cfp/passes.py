@@ -360,7 +360,6 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     started = time.perf_counter()
     context.measure.tell("searching for the fastest plan")
     costs = profiles.costs
-    compiled = context.compiles
     # Times beside a neighbour, and times of segments alone; or estimates.
     problems = [profiles.problem] if profiles.problem else []
     for alone in () if problems else (False, True):
@@ -369,7 +368,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         problems.append(build_problem(costs, options, context.budget_bytes))
     problem, tight = problems[0], profiles.memory_bound
     named = plain = with_kernels(analysis, problem, profiles.presets)
-    if tight and compiled and not profiles.problem:
+    if tight and context.compiles and not profiles.problem:
         # Rematerialized programs may need less memory than predicted.
         scale = COMPILED_TO_PREDICTED
         problems = [one for p in problems for one in (p, scale_memory(p, scale))]
@@ -383,7 +382,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         reckonings = (problem, scale_memory(problem, context.usual_temp_share))
         named = named | rematerialized(analysis, reckonings, named)
     if not found:
-        if not compiled:
+        if not context.compiles:
             reserve = context.memory.reserve_bytes if context.memory else 0
             raise over_budget(analysis, problem, reserve)
         found = {leanest_of(analysis, problem).choice: None}
@@ -511,7 +510,6 @@ def _fitting_by_scaled_memory(
         for name, choice in again.items()
         if choice not in known
     }
-
     first = 1 + sum(name.startswith(LESS_MEMORY) for name in names)
     new = (choice for choice in best if choice not in known)
     plans = [Candidate(f"{LESS_MEMORY} {n}", one) for n, one in enumerate(new, first)]
@@ -522,9 +520,8 @@ def _fitting_by_scaled_memory(
 def _predicted(
     analysis: Analysis, problem: Problem | None, candidates: Sequence[Candidate]
 ) -> list[Candidate]:
-    times = [prediction_of(analysis, problem, one.choice).time_ms for one in candidates]
-    pairs = zip(candidates, times, strict=True)
-    return [replace(one, predicted_ms=time_ms) for one, time_ms in pairs]
+    predict = partial(prediction_of, analysis, problem)
+    return [replace(o, predicted_ms=predict(o.choice).time_ms) for o in candidates]
 
 
 def _smallest(
@@ -533,23 +530,27 @@ def _smallest(
     solution: Solution,
     results: Sequence[RaceResult],
 ) -> Solution | None:
-    """Returns up to three new candidates of little memory; None if all were tried.
+    """Returns new candidates of little memory; None if all were tried.
 
-    The fastest by compiled sizes, the leanest, the leanest like the smallest program.
+    The fastest by compiled sizes, the leanest, the leanest like the smallest program;
+    and presets predicted below that program, constrained at arguments as if by hand.
     """
-    problem = solution.problem
+    problem, most = solution.problem, inf
     assert problem is not None, "something was searched"
     done = [r.candidate for r in results if not r.skipped]
-    known = {one.choice for one in done}
-    plans, _ = _fitting_by_scaled_memory(context, analysis, solution, known)
     tried = {(one.choice, one.level) for one in done}
+    known = {choice for choice, _ in tried}
+    plans, _ = _fitting_by_scaled_memory(context, analysis, solution, known)
     every = [*plans[-1:], leanest_of(analysis, problem)]
     compiled = [one for one in results if one.peak_bytes]
     if best := min(compiled, key=lambda one: one.peak_bytes, default=None):
-        kept = like(analysis, problem, best.candidate.choice)
+        most, kept = best.peak_bytes, like(analysis, problem, best.candidate.choice)
         if kept is not None:
             leaner, name = leanest_of(analysis, problem.among(kept)), best.name
             every.append(replace(leaner, name=f"{name.partition(',')[0]}, leanest"))
+    for one in _predicted(analysis, problem, named_candidates(solution.named)):
+        if (prediction_of(analysis, problem, one.choice).peak_bytes or 0) < most:
+            every.append(one)
     new = {(one.choice, one.level): one for one in reversed(every)}
     found = [one for key, one in reversed(new.items()) if key not in tried]
     return replace(solution, candidates=found, stage=Stage.SMALLEST) if found else None

@@ -50,7 +50,8 @@ _PROPAGATED_LEVELS = {
 
 
 def named_candidates(
-    named: Mapping[str, Choice], levels: Sequence[ConstraintLevel]
+    named: Mapping[str, Choice],
+    levels: Sequence[ConstraintLevel] = (ConstraintLevel.ARGUMENTS,),
 ) -> list[Candidate]:
     """Makes candidates without predicted times: presets, and XLA's propagated choices.
 

@@ -163,3 +163,11 @@ def test_where_nothing_fits_the_smallest_is_tried_with_less_memory(monkeypatch):
     *_, last = smallest.candidates
     assert last.name == "zero1, leanest" and last.choice.remat
     assert (last.choice.blocks, last.choice.storage) == (choice.blocks, choice.storage)
+    # Presets that are smaller by prediction come last, with the least constraints.
+    done.peak_bytes = 2**40
+    smallest = _smallest(
+        context, analysis, replace(solution, named={"zero1": choice}), [done]
+    )
+    assert smallest is not None
+    *_, last = smallest.candidates
+    assert (last.choice, last.level) == (choice, ConstraintLevel.ARGUMENTS)

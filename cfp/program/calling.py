@@ -201,18 +201,27 @@ def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | Non
 def changed(
     before: Mapping[str, Any], passed: Mapping[str, Any], result: Any
 ) -> dict[str, tuple[Any, jax.Array]]:
-    """Returns {path: (given, new)} of arrays set in place that are no leaf of `result`.
+    """Returns {path: (given, new)} of arrays set in place and not returned.
 
     `before` is {path: leaf}, `passed` is {name: argument}; see `leaves_of_modules`.
+    A leaf of `result` returns an array if their paths share a name: a bare array is
+    a result of the step, such as a metric, and updates no module.
     """
-    returned = {id(leaf) for leaf in tree_leaves(result)}
+    leaves = tree_flatten_with_path(result)[0]
+    returned = {(id(leaf), name) for path, leaf in leaves for name in _names(path)}
     return {
         path: (before[path], new)
         for path, new in leaves_of_modules(passed)
         if isinstance(new, jax.Array)
         and before.get(path, new) is not new
-        and id(new) not in returned
+        and returned.isdisjoint((id(new), name) for name in path.split("/"))
     }
+
+
+def _names(path: Any) -> set[str]:
+    """Returns the keys of a result's path without positions."""
+    keys = keystr(path, simple=True, separator="/").split("/")
+    return {key for key in keys if not key.isdigit()}
 
 
 def leaves_of_modules(passed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -236,23 +245,30 @@ def lost_changes(
     Args:
         run: the step over flat leaves; returns (results, {path: (given, new value)}).
     """
-    paths: list[str] = []
+    paths, names = list[str](), list[set[str]]()
 
     def flat(*leaves: Any) -> Any:
         result, changed = run(*leaves)
-        paths[:] = changed
+        paths[:], results = changed, tree_flatten_with_path(result)[0]
+        names[:] = [_names(path) for path, _ in results]
         pairs = [*changed.values()]
         given = [x if isinstance(x, jax.Array) else 0 for x, _ in pairs]
-        return given, [new for _, new in pairs], tree_leaves(result)
+        return given, [new for _, new in pairs], [leaf for _, leaf in results]
 
     jaxpr = jax.make_jaxpr(flat)(*avals).jaxpr
     makers = {out: eqn for eqn in equations(jaxpr) for out in eqn.outvars}
     outs, count = jaxpr.outvars, len(paths)
-    returned = _reached(outs[2 * count :], makers, _MOVES)
+    results = [*zip(outs[2 * count :], names, strict=True)]
+
+    def is_returned(path: str, now: Any) -> bool:
+        keys = {*path.split("/")}
+        named = [one for one, its in results if its & keys]
+        return id(now) in _reached(named, makers, _MOVES)
+
     return [
         path
         for path, old, now in zip(paths, outs, outs[count:], strict=False)
-        if id(now) not in returned and id(old) not in _reached([now], makers, ())
+        if not is_returned(path, now) and id(old) not in _reached([now], makers, ())
     ]
 
 

@@ -135,10 +135,15 @@ def test_a_change_that_feeds_a_result_must_be_returned(update, wrap):
 
     def returned(net, other, x):
         loss = update(net, other, x)
-        return loss, {"nested": [net]}, jnp.copy(other.m[...])
+        return loss, {"nested": [net], "m": jnp.copy(other.m[...])}
+
+    def bare(net, other, x):
+        loss = update(net, other, x)
+        return net, (loss, other.m[...]), jnp.maximum(0, other.m[...])
 
     args = Held(8, 8), Held(8, 8), X
     assert "'forgotten' changes other/m/value in" in refused(wrap(forgotten), *args)
+    assert "'bare' changes other/m/value in" in refused(wrap(bare), *args)
     assert accepted(wrap(returned), *args)
 
 

@@ -43,6 +43,8 @@ from jax.tree_util import (
     tree_flatten_with_path,
     tree_leaves,
     tree_map,
+    tree_structure,
+    tree_unflatten,
     treedef_is_leaf,
 )
 
@@ -207,21 +209,21 @@ def changed(
     A leaf of `result` returns an array if their paths share a name: a bare array is
     a result of the step, such as a metric, and updates no module.
     """
-    leaves = tree_flatten_with_path(result)[0]
-    returned = {(id(leaf), name) for path, leaf in leaves for name in _names(path)}
+    returned = {(id(leaf), key) for leaf, keys in _named(result) for key in keys}
     return {
         path: (before[path], new)
         for path, new in leaves_of_modules(passed)
         if isinstance(new, jax.Array)
         and before.get(path, new) is not new
-        and returned.isdisjoint((id(new), name) for name in path.split("/"))
+        and returned.isdisjoint((id(new), key) for key in path.split("/"))
     }
 
 
-def _names(path: Any) -> set[str]:
-    """Returns the keys of a result's path without positions."""
-    keys = keystr(path, simple=True, separator="/").split("/")
-    return {key for key in keys if not key.isdigit()}
+def _named(tree: Any) -> list[tuple[Any, set[str]]]:
+    """Returns (leaf, keys of its path) pairs; keys without positions."""
+    keys = partial(keystr, simple=True, separator="/")
+    pairs = tree_flatten_with_path(tree)[0]
+    return [(leaf, {*re.findall(r"[^/]*[^/\d][^/]*", keys(at))}) for at, leaf in pairs]
 
 
 def leaves_of_modules(passed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -245,30 +247,27 @@ def lost_changes(
     Args:
         run: the step over flat leaves; returns (results, {path: (given, new value)}).
     """
-    paths, names = list[str](), list[set[str]]()
 
-    def flat(*leaves: Any) -> Any:
+    def flat(*leaves: Any) -> dict[str, Any]:
         result, changed = run(*leaves)
-        paths[:], results = changed, tree_flatten_with_path(result)[0]
-        names[:] = [_names(path) for path, _ in results]
-        pairs = [*changed.values()]
-        given = [x if isinstance(x, jax.Array) else 0 for x, _ in pairs]
-        return given, [new for _, new in pairs], [leaf for _, leaf in results]
+        named = _named(result)
+        return {
+            path: (
+                given if isinstance(given, jax.Array) else 0,
+                new,
+                [leaf for leaf, keys in named if not keys.isdisjoint(path.split("/"))],
+            )
+            for path, (given, new) in changed.items()
+        }
 
-    jaxpr = jax.make_jaxpr(flat)(*avals).jaxpr
-    makers = {out: eqn for eqn in equations(jaxpr) for out in eqn.outvars}
-    outs, count = jaxpr.outvars, len(paths)
-    results = [*zip(outs[2 * count :], names, strict=True)]
-
-    def is_returned(path: str, now: Any) -> bool:
-        keys = {*path.split("/")}
-        named = [one for one, its in results if its & keys]
-        return id(now) in _reached(named, makers, _MOVES)
-
+    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*avals)
+    makers = {out: eqn for eqn in equations(closed.jaxpr) for out in eqn.outvars}
+    found = tree_unflatten(tree_structure(shapes), closed.jaxpr.outvars)
     return [
         path
-        for path, old, now in zip(paths, outs, outs[count:], strict=False)
-        if not is_returned(path, now) and id(old) not in _reached([now], makers, ())
+        for path, (given, new, ends) in found.items()
+        if id(new) not in _reached(ends, makers, _MOVES)
+        and id(given) not in _reached([new], makers, ())
     ]
 
 

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from cfp.cli import planning, running
-from cfp.cli.options import INTERRUPTED, MARKUP, PASS_ON, TRACEBACK, Command, Option
+from cfp.cli.options import INTERRUPTED, MARKUP, PASS_ON, TRACEBACK, Option
 from cfp.cli.options import command as one_message
 from cfp.cli.supervise import Supervision
 from cfp.cluster.doctor import main as doctor
@@ -53,7 +53,7 @@ _COMMANDS = {
 }
 for _name, _function in _COMMANDS.items():
     _settings = None if _name == "show" else PASS_ON
-    app.command(_name, cls=Command, context_settings=_settings)(_function)
+    app.command(_name, context_settings=_settings)(_function)
 
 
 @app.command("doctor", context_settings={**PASS_ON, "help_option_names": []})

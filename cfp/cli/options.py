@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer.core import TyperCommand
 
 from cfp.cli.supervise import Supervision
 from cfp.context import DetailedSettings, PlannerSettings, dimensions_of
@@ -384,25 +383,7 @@ def settings(
     return DetailedSettings(progress=progress, **found)
 
 
-# ------------------------------------------- headings, and options that exclude others
-
-
-class Command(TyperCommand):
-    """A command whose help has headings even without a terminal."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes arguments and options under their headings."""
-        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        for param in self.get_params(ctx):
-            if (record := param.get_help_record(ctx)) is not None:
-                kind = param.param_type_name
-                usual = "Arguments" if kind == "argument" else "Options"
-                heading = getattr(param, "rich_help_panel", None) or usual
-                panels.setdefault(heading, []).append(record)
-        for name, rows in panels.items():
-            if rows:
-                with formatter.section(name):
-                    formatter.write_dl(rows)
+# ------------------------------------------------------- options that exclude others
 
 
 def mode_of(

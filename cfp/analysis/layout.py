@@ -152,8 +152,7 @@ class Layout:
         Arguments that are not stored are made as first read. Other values that are not
         laid out are replicated, or sharded by hand.
         """
-        known = self.value_spec.get(value)
-        if known is not None:
+        if (known := self.value_spec.get(value)) is not None:
             return known
         program = self.frame.program
         if program.is_leaf(value):
@@ -255,11 +254,12 @@ class Layout:
         wide, stored = self.stored_specs(group, mode)
         for position, spec in stored.items():
             self.value_spec[self.frame.program.args[position]] = spec
-        if mode not in (Storage.USED, Storage.OPTIMIZER):
-            # Casts and slices a sharded parameter before it is gathered, not after.
-            for op_id, axes in group_axes(self.frame, group.index, wide, True).items():
-                if op_id in self.axes:
-                    self.axes[op_id] = axes
+        # Casts and slices a parameter as it is stored, before it is gathered.
+        first = stored[group.args[0]]
+        for op_id, axes in group_axes(self.frame, group.index, first, True).items():
+            used = self.axes.get(op_id)
+            if used is not None and sum(map(len, axes)) >= sum(map(len, used)):
+                self.axes[op_id] = axes
         self.axes.update(group_axes(self.frame, group.index, wide, False))
 
     def read_spec(self, value: int) -> Spec | None:

@@ -313,9 +313,8 @@ def group_readers(frame: Frame) -> list[set[int]]:
     readers = []
     for group in frame.groups:
         users = flow.readers(*(program.args[position] for position in group.args))
-        blocks = {frame.block_of[op.id] for op, _ in users} - {-1}
-        if not blocks:
-            makers = filter(None, map(program.maker, group.gradients))
-            blocks = {frame.block_of[op.id] for op in makers} - {-1}
-        readers.append(blocks)
+        makers = filter(None, map(program.maker, group.gradients))
+        ways = (op for op, _ in users), makers
+        found = ({frame.block_of[op.id] for op in ops} - {-1} for ops in ways)
+        readers.append(next(filter(None, found), set()))
     return readers

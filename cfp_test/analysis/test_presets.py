@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 
 import cfp
 from cfp.analysis.analyze import analyze
-from cfp.analysis.layout import lay_out
+from cfp.analysis.layout import constraints, lay_out
 from cfp.analysis.presets import presets
 from cfp.context import PlannerSettings
 from cfp.models import build
@@ -193,6 +193,35 @@ def test_megatron_by_pins(mesh, tmp_path):
     assert all(s.is_fully_replicated for s in jax.tree.leaves(plan.in_shardings[1]))
     kinds = {kind for kind, _, _ in collectives(plan, fn, args)}
     assert "all-gather" not in kinds and "all-to-all" not in kinds
+
+
+@pytest.mark.parametrize(
+    "pin, preset, cast",
+    [
+        ((("x",), ()), "data_parallel", (("x",), ())),
+        (((), ("x",)), "data_parallel", ((), ("x",))),
+        (None, "fully_sharded", (("x",), ())),
+        # A cast of the part that is used costs less than of the whole.
+        (((), ()), "tensor_parallel", ((), ("x",))),
+    ],
+)
+def test_a_parameter_is_cast_as_it_is_stored_before_it_is_gathered(pin, preset, cast):
+    def step(weights, x):
+        def loss(weights):
+            up, down = (w.astype(jnp.bfloat16) for w in weights)
+            return jnp.tanh(x @ up @ down).astype(jnp.float32).sum()
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    weights = jnp.zeros((8, 32)), jnp.zeros((32, 8))
+    args = weights, jnp.zeros((16, 8), jnp.bfloat16)
+    program, _ = trace(flatten_step(step, args), AbstractMesh((2,), ("x",)))
+    frame = analyze(program, (("x", 2),), {0: pin} if pin else None).frame
+    layout = lay_out(frame, presets(frame)[preset])
+    assert pin is None or layout.arg_spec(0) == pin
+    users = (program.ops[op] for op, _ in program.users[program.args[0]])
+    (made,) = (op.results[0] for op in users if op.kind == "convert")
+    assert layout.spec(made) == constraints(layout).values[made] == cast
 
 
 def test_what_shards_nothing_is_not_called_data_parallel():

@@ -29,7 +29,7 @@ from cfp.analysis.presets import (
     PRESETS,
     REPLICATED,
     ZERO1,
-    is_known,
+    check_preset,
     named_choices,
     preset,
     presets,
@@ -38,7 +38,7 @@ from cfp.analysis.roles import has_experts
 from cfp.context import PlanContext, PlannerSettings, open_context
 from cfp.cost.costs import Costs
 from cfp.cost.described import DescribedMesh, slice_of
-from cfp.errors import OptionError, known_names, plain_name
+from cfp.errors import OptionError, known_names
 from cfp.printable import mesh_text, parse_bytes
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.collectives import Rates, known_rates, measure_rates
@@ -111,6 +111,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         parse_bytes(self.memory_budget)
+        check_preset(self.preset)
 
     @property
     def of_arguments(self) -> dict[str, Any]:
@@ -560,9 +561,8 @@ def _no_preset(
     name: str, known: Mapping[str, Choice], analysis: Analysis
 ) -> OptionError:
     here = analysis.frame.mesh
-    own = ALIASES.get(plain_name(name), plain_name(name))
-    if own in PRESETS and own not in known:
-        role, storage = PRESETS[own]
+    if name in PRESETS:
+        role, storage = PRESETS[name]
         alike = preset(analysis.frame, (role,) * len(here), storage)
         same = next((n for n, one in known.items() if one == alike), REPLICATED)
         why = "it finds nothing of its own to shard"
@@ -571,7 +571,7 @@ def _no_preset(
         elif role == "expert" and not has_experts(analysis.frame):
             why = "the program has no experts"
         return OptionError(
-            f"The preset {own!r} shards this program as {same!r} does, since {why}. "
+            f"The preset {name!r} shards this program as {same!r} does, since {why}. "
             f"Use {same!r}. {known_names('', known)}"
         )
     axes = [part.partition("=")[0] for part in name.split(",") if "=" in part]
@@ -599,7 +599,7 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
     known = presets(analysis.frame)
     for one, other in ((ZERO1, DATA_PARALLEL), (DATA_PARALLEL, REPLICATED)):
         name = other if name == one and name not in known else name
-    if not analysis.frame.mesh and is_known(name):
+    if not analysis.frame.mesh:
         name = REPLICATED  # On one device every preset shards nothing.
     if name not in known:
         known = named_choices(analysis.frame)  # Propagation takes longer than the rest.

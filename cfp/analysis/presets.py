@@ -25,6 +25,7 @@ from cfp.analysis.strategies import (
     axis_choices,
     splits_together,
 )
+from cfp.errors import OptionError, known_names
 from cfp.program.constrain import propagate
 from cfp.program.graph import searched_once
 from cfp.program.rules import Dims, Rule
@@ -124,8 +125,7 @@ def compatible(frame: Frame, block: Block, strategy: Strategy) -> Strategy:
 
 
 # Imitations of sharding by hand: with constraints on activations, and without.
-BY_HAND, FROM_ARGUMENTS = "propagated", "propagated_from_arguments"
-PROPAGATED = (BY_HAND, FROM_ARGUMENTS)
+PROPAGATED = BY_HAND, FROM_ARGUMENTS = "propagated", "propagated_from_arguments"
 
 
 def named_choices(frame: Frame) -> dict[str, Choice]:
@@ -135,12 +135,14 @@ def named_choices(frame: Frame) -> dict[str, Choice]:
     return known | {n: c for n, c in others if c not in known.values()}
 
 
-def is_known(name: str) -> bool:
-    """True if a name may be a preset's on some mesh; no alias, no `REPLICATED`."""
-    roles = [
-        part.partition("=")[2] for part in name.removesuffix("+sharded").split(",")
-    ]
-    return name in PRESETS or name in PROPAGATED or {*roles} <= {*ROLES}
+def check_preset(name: str | None) -> None:
+    """Raises OptionError if no program on any mesh has a preset of this name."""
+    known = (*PRESETS, *PROPAGATED, REPLICATED)
+    parts = str(name).removesuffix("+sharded").split(",")
+    roles = {part.partition("=")[2] for part in parts}
+    if name not in (None, *known) and not roles <= {*ROLES}:
+        text = known_names(str(name), known, ALIASES)
+        raise OptionError(f"There is no preset {name!r}. {text}")
 
 
 @searched_once
@@ -155,10 +157,9 @@ def activations(frame: Frame) -> Mapping[int, Spec]:
     shared = {}
     for value in program.values:
         readers = {frame.block_of[op] for op, _ in program.users[value.id]} - {NONE}
-        if value.producer >= 0 and len(readers) > 1:
-            spec = layout.spec(value.id)
-            if spec is not None and any(spec):
-                shared[value.id] = spec
+        is_shared = value.producer >= 0 and len(readers) > 1
+        if is_shared and any(spec := layout.spec(value.id) or ()):
+            shared[value.id] = spec
     return shared
 
 

@@ -21,10 +21,12 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from cfp.analysis.presets import check_preset
 from cfp.cli.supervise import Supervision
 from cfp.context import DetailedSettings, PlannerSettings, dimensions_of
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
+from cfp.printable import parse_bytes
 from cfp.profiling.coordination import is_follower
 from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Limits, Progress
@@ -322,6 +324,8 @@ def _with_one_message(
 ) -> None:
     stdout, as_json = sys.stdout, bool(given.get("as_json"))
     try:
+        parse_bytes(given.get("memory_budget"))
+        check_preset(given.get("preset"))
         # With --json one document goes to stdout, and all other output to stderr.
         with contextlib.redirect_stdout(sys.stderr if as_json else stdout):
             answer = function(ctx, SimpleNamespace(**given))

@@ -213,7 +213,6 @@ def plan(ctx: typer.Context, given: Any) -> Answer:
     For devices that are not here: cfp plan gpt --for 2x8xh100 --mesh x=2,y=8.
     """
     o.supervise(ctx, given.workdir)
-    parse_bytes(given.memory_budget)
     parse_pins(given.pin)
     check_writable(given.output)
     found = find(ctx) if given.ray is None else find_on_ray(ctx)
@@ -231,14 +230,13 @@ def find(given: Any) -> Fastest:
     options = given.params
     with Display(options["quiet"]) as display:
         wanted = variants_of(given)
-        settings = o.settings(given, display.tell)
         return plan_fastest(
             **wanted,
             memory_budget=options["memory_budget"],
             pins=parse_pins(options["pin"]),
             preset=options["preset"],
             cache_dir=options["workdir"],
-            settings=settings,
+            settings=o.settings(given, display.tell),
         )
 
 
@@ -450,7 +448,6 @@ def search(ctx: typer.Context, given: Any) -> Answer:
     Example: cfp search gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --workdir work
     """
     o.supervise(ctx, given.workdir)
-    parse_bytes(given.memory_budget)
     check_writable(given.output)
     with Display(given.quiet) as display:
         session = open_session(ctx)

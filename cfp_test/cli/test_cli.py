@@ -55,7 +55,7 @@ MISTAKES: list[list[str]] = [
     ["plan", TOY, *ON_CPU, "--pin", "weights/up=None,None,x"],
     ["plan", TOY, *ON_CPU, "-o", "/dev/null/plan.json"],
     ["plan", TOY, *ON_CPU, "--workdir", "/proc/cfp"],
-    ["plan", TOY, *ON_CPU, "--workdir", "work", "--preset", "fsdp"],
+    ["plan", "no_such_file.py:step", "--preset", "fsdp"],
     ["plan", TOY, *ON_CPU, "--workdir", "work", "--preset", "x=data,y=tensor"],
     ["plan", TOY, *ON_CPU, "--donate", "3"],
     ["plan", TOY, *ON_CPU, "--donate", "0,3"],

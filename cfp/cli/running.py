@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from math import isfinite
@@ -23,7 +23,7 @@ from cfp.cli.session import analyse, check_writable, target_of
 from cfp.errors import CfpError
 from cfp.plan.execute import device_difference
 from cfp.plan.plan import Plan
-from cfp.printable import few, parse_bytes
+from cfp.printable import few
 from cfp.view.console import Display, Rows, print_view, row_of, wrapped
 from cfp.view.text import diff_data, diff_text, explain_text, print_plan, python_text
 from cfp.view.words import throughput
@@ -92,7 +92,8 @@ def show(ctx: typer.Context, given: Any) -> Answer:
 
 
 @o.command(
-    *("path", "target", "output", "static", "other_devices"),
+    *("path", "target", "output", "platform", "static", "other_devices"),
+    platform=o.PLANS_PLATFORM,
     output=o.Option(
         Path,
         "The file to write: jax.export.deserialize reads it.",
@@ -120,7 +121,9 @@ def export(ctx: typer.Context, given: Any) -> None:
 def running_text(plan: Plan, path: Path) -> str:
     """Returns Python code that loads a step from `path`; it runs on `args`' leaves."""
     names, sizes = [*zip(*plan.mesh_axes, strict=True)] or [("x",), (1,)]
-    donated = [i for i, one in enumerate(plan.donated) if one]
+    donated: Sequence[int] = [i for i, one in enumerate(plan.donated) if one]
+    if len(donated) > 2 and [*(run := range(donated[0], donated[-1] + 1))] == donated:
+        donated = run
     options = f", compiler_options={dict(plan.options)!r}" if plan.options else ""
     return f"""\
 import jax
@@ -178,7 +181,6 @@ def run(ctx: typer.Context, given: Any) -> Answer:
             "--memory-budget is for a new plan, and --plan names a finished one. Leave "
             "out one of them; cfp show plan.json prints a plan's memory."
         )
-    parse_bytes(given.memory_budget)
     saved = Plan.load(given.plan) if given.plan is not None else None
     with Display(given.quiet) as display:
         found, devices_mesh = target_of(ctx, saved)

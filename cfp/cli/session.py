@@ -42,7 +42,6 @@ def target_of(ctx: typer.Context, plan: Plan | None = None) -> tuple[Target, Mes
         donate=given.get("donate") or (),
         static=given["static"] or (),
         plan=plan,
-        virtual="platform" in given,
     )
 
 
@@ -55,7 +54,6 @@ def open_target(
     donate: Sequence[int] = (),
     static: Sequence[int] = (),
     plan: Plan | None = None,
-    virtual: bool = True,
 ) -> tuple[Target, Mesh]:
     """Selects JAX's platform, finds a target, and makes its mesh.
 
@@ -65,7 +63,6 @@ def open_target(
         axes: None for the plan's; without a plan for all devices.
         platform_name: None for "cpu" if the plan's is cpu, else JAX's choice.
         plan: a saved plan, whose static arguments are a default, too.
-        virtual: False keeps --platform out of messages.
 
     Raises:
         CfpError: the target or platform is unknown, devices are missing, or a model is
@@ -74,11 +71,11 @@ def open_target(
     of_plan, remedy = plan is not None and axes is None, ""
     if plan is not None:
         kind = plan.environment.get("device_kind", "the planned kind")
-        remedy = f"Run this command on devices of {kind}; or try it here with "
-        remedy += f"--other-devices{', on virtual ones with --platform cpu,' * virtual}"
-        remedy += " if the step draws no random numbers."
-        axes = axes or plan.mesh_axes or (("x", 1),)  # A plan of one device has none.
         on_cpu = plan.environment.get("platform") == "cpu"
+        here = "; or try it here with --other-devices, on virtual ones with "
+        here = f"{here}--platform cpu" * (on_cpu or not plan.draws)
+        remedy = f"Run this command on devices of {kind}{here}."
+        axes = axes or plan.mesh_axes or (("x", 1),)  # A plan of one device has none.
         platform_name = platform_name or ("cpu" if on_cpu else None)
         known = [i for i in plan.static or () if isinstance(i, int)]
         if known and not static and text in MODELS:

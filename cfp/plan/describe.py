@@ -26,7 +26,7 @@ from cfp.analysis.contractions import is_product
 from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out
 from cfp.analysis.roles import axis_walk, batch_rows, data_arguments
-from cfp.analysis.segments import Segment, group_readers
+from cfp.analysis.segments import group_readers
 from cfp.analysis.storage import even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
 from cfp.cost.costs import segment_candidate
@@ -83,14 +83,13 @@ def plan_segments(
             for group in every
         )
 
-    def read(segment: Segment) -> list[int]:
-        return [g for g, blocks in enumerate(readers) if blocks & {*segment.blocks}]
-
     return tuple(
         PlanSegment(
             kind=segment.kind,
             parameters=stored(segment.groups),
-            shared=() if segment.groups else stored(read(segment)),
+            shared=()
+            if segment.groups
+            else stored(g for g, of in enumerate(readers) if of & {*segment.blocks}),
             rematerialized=segment.index in choice.remat,
             kernels=choice.kernels_of(segment.index),
             time_ms=_segment_ms(analysis, problem, segment.index, choice),
@@ -216,12 +215,9 @@ def describe_uncounted(program: Program) -> tuple[str, ...]:
 
 def constraint_sites(program: Program, constraints: Constraints) -> tuple[Site, ...]:
     """Counts constrained values and operands by source line, type and sharding."""
-    placed = [
-        (program.values[value].producer, value, spec)
-        for value, spec in constraints.values.items()
-    ]
-    for (op, index), spec in constraints.uses.items():
-        placed.append((op, program.ops[op].reads[index], spec))
+    values, uses = constraints.values.items(), constraints.uses.items()
+    placed = [(program.values[v].producer, v, spec) for v, spec in values]
+    placed += [(op, program.ops[op].reads[i], spec) for (op, i), spec in uses]
     ops = sorted({op for op, _, _ in placed if op >= 0})
     sources = dict(zip(ops, sources_of(program, ops), strict=True))
     found = Counter(
@@ -316,10 +312,9 @@ def sharded_kernels(layout: Layout) -> tuple[str, ...]:
         call, own = call_of(op.attributes), layout.axes.get(op.id, ())
         if call is None or not any(own):
             continue
-        used = {name for names in own for name in names}
-        axes = ", ".join(name for name, _ in layout.frame.mesh if name in used)
+        used = (n for n, _ in layout.frame.mesh if any(n in names for names in own))
         where = f" at {op.source}" if op.source else ""
-        found[f"{call.label}{where} over {axes}"] += 1
+        found[f"{call.label}{where} over {', '.join(used)}"] += 1
     return tuple(
         f"{count} times {text}" if count > 1 else text
         for text, count in found.most_common()

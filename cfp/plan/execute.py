@@ -41,6 +41,7 @@ from cfp.analysis.strategies import Spec
 from cfp.cost.described import DescribedMesh, slice_of
 from cfp.errors import PlanMismatch, known_names
 from cfp.kernels.kinds import resolved
+from cfp.plan import parts
 from cfp.plan.parts import by_argument, leaves_text, path_text, places_like, shape_of
 from cfp.printable import counted
 from cfp.profiling.builder import BuildEnvironment, Built, Job
@@ -123,44 +124,40 @@ def _facts(devices: Sequence[Any] | DescribedMesh) -> Mapping[str, str]:
 
 
 def check_devices(
-    axes: Axes, environment: Mapping[str, str], devices: Sequence[Any] | DescribedMesh
+    axes: Axes,
+    environment: Mapping[str, str],
+    devices: Sequence[Any] | DescribedMesh,
+    draws: bool = False,
 ) -> None:
-    """Checks a plan's kind and number of devices, and its version of JAX.
+    """Raises PlanMismatch if devices differ in kind or are too few, or JAX differs.
 
-    Raises:
-        PlanMismatch: the devices or this JAX differ.
+    The error offers `other_devices`, of other platforms only if no step `draws`.
     """
     differ = device_difference(axes, environment, devices)
     version, remedy = environment.get("jax_version", jax.__version__), ""
+    here = _facts(devices)["platform"]
     if differ:
         remedy = "Use its devices (plan.arg_specs and cfp show --python need none)"
-        if {_facts(devices)["platform"], environment.get("platform", "cpu")} == {"cpu"}:
-            count = prod(size for _, size in axes)
-            virtual = f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
-            remedy = f"Set {virtual} for as many virtual devices"
+        if {here, environment.get("platform", "cpu")} == {"cpu"}:
+            remedy = "Set XLA_FLAGS=--xla_force_host_platform_device_count="
+            remedy += f"{prod(size for _, size in axes)} for as many virtual devices"
         remedy += ", or plan for these"
     elif version != jax.__version__:
         differ = f"The plan is for JAX {version}, and this is JAX {jax.__version__}"
         remedy = f"Install JAX {version}, or plan again"
     if differ:
-        is_known = environment.get("platform") in (None, _facts(devices)["platform"])
-        without = "" if is_known else ", if the step draws no random numbers"
-        raise PlanMismatch(
-            f"{differ}. {remedy}; to try the plan here all the same, on as many "
-            f"devices{without}: plan.on(mesh, other_devices=True) or --other-devices."
-        )
+        if not draws or environment.get("platform") in (None, here):
+            remedy += "; to try the plan here all the same, on as many devices: "
+            remedy += "plan.on(mesh, other_devices=True) or --other-devices"
+        raise PlanMismatch(f"{differ}. {remedy}.")
 
 
-def mesh_here(axes: Axes, environment: Mapping[str, str]) -> Mesh:
-    """Makes a plan's mesh of the first devices of this process's JAX.
-
-    Raises:
-        PlanMismatch: too few devices are there, or of another kind, or another JAX.
-    """
+def mesh_here(axes: Axes, environment: Mapping[str, str], draws: bool = False) -> Mesh:
+    """Makes a plan's mesh of JAX's first devices; raises as `check_devices`."""
     names = tuple(name for name, _ in axes)
     shape = tuple(size for _, size in axes)
     devices = jax.devices()[: prod(shape)]
-    check_devices(axes, environment, devices)
+    check_devices(axes, environment, devices, draws)
     explicit = environment.get("explicit_axes", "").split(",")
     kinds = tuple(
         AxisType.Explicit if name in explicit else AxisType.Auto for name in names
@@ -461,7 +458,9 @@ class CompiledStep:
     @cached_property
     def dispatch(self) -> Dispatch:
         """Object that checks argument leaves of calls, and moves them to shardings."""
-        return Dispatch(self.step, self.in_shardings)
+        types = tuple(map(parts.type_text, self.step.avals))
+        check = partial(parts.check_arguments, self.step.arg_names, types)
+        return Dispatch(self.step, self.in_shardings, check)
 
     @cached_property
     def _has_fixed(self) -> bool:

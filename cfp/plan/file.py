@@ -390,15 +390,11 @@ def read_json(path: str | Path) -> Any:
             f"plan.save({str(path)!r})."
         ) from error
     except (RecursionError, OSError, ValueError) as error:
-        match error:
-            case RecursionError():
-                reason = "the file is nested too deeply."
-            case json.JSONDecodeError():
-                reason = f"the file is not JSON of plan.save or cfp plan -o: {error}"
-            case OSError():
-                reason = error.strerror
-            case _:
-                reason = str(error)
+        reason = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, RecursionError):
+            reason = "the file is nested too deeply."
+        if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+            reason = f"the file is not JSON of plan.save or cfp plan -o: {reason}"
         raise PlanMismatch(f"Cannot read a plan from {path}: {reason}") from error
 
 

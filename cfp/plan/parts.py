@@ -393,22 +393,26 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
         if found.get(name) != planned.get(name)
     }
     lines = [f"  {name}: planned for {a}, got {b}" for name, (a, b) in differ.items()]
-    more = ""
-    if len(lines) > 5:
-        more = f"\n  and {len(lines) - 5} more; passed: {len(both)} of the plan's "
-        more += f"{len(planned)} arrays" + f", and {len(new)} others" * bool(new)
-    pairs = [*zip(types, own, strict=False)] if len(types) == len(own) else []
-    changed = [(one, other) for one, other in pairs if one != other]
-    is_batch = bool(changed) and all(
-        (b := shape_of(other))
-        and (*b[:1], *shape_of(one)[1:]) == b < shape_of(one)
+    if (more := len(lines) - 5) > 0:
+        passed = f"; passed: {len(both)} of the plan's {len(planned)} arrays"
+        passed += f", and {len(new)} others" * bool(new)
+        lines[5:] = [f"  and {more} more{passed * (planned.keys() != found.keys())}"]
+    is_batch = all(
+        (b := shape_of(got))
+        and (*b[:1], *shape_of(want)[1:]) == b < shape_of(want)
         # A type is its dtype, then its shape.
-        and one.partition("[")[0] == other.partition("[")[0]
-        for one, other in changed
+        and want.partition("[")[0] == got.partition("[")[0]
+        for want, got in differ.values()
     )
     batch = " (pad or drop a smaller last batch)" * is_batch
-    text = "\n".join(["The arguments do not fit the plan:", *lines[:5]]) + more
-    raise PlanMismatch(f"{text}\nPass the planned arguments{batch}, or plan again.")
+    remedy = f"Pass the planned arguments{batch}, or plan again."
+    roots, now = by_argument(names), by_argument(step.arg_names)
+    if roots.keys() != now.keys():
+        name = getattr(step.fn, "__name__", "this step")
+        remedy = f"The plan may be for another step: of {', '.join(roots)}, and {name} "
+        remedy += f"is of {', '.join(now)}. Apply it to its own step, or plan again."
+    lines = ["The arguments do not fit the plan:", *lines, remedy]
+    raise PlanMismatch("\n".join(lines))
 
 
 def _arguments(names: Sequence[str], types: Sequence[str]) -> list[list[Any]]:
@@ -503,13 +507,10 @@ def static_arguments(
         return known
     if step is not None:
         return tuple(key for key, _ in step.static)
-    return tuple(i for i, arg in enumerate(args) if not _is_array_tree(arg))
-
-
-def _is_array_tree(arg: Any) -> bool:
-    kinds = (jax.Array, jax.ShapeDtypeStruct, int, float, complex, bool)
-    leaves = tree_leaves(arg)
-    return all(isinstance(one, kinds) or hasattr(one, "__array__") for one in leaves)
+    kinds = (jax.Array, jax.ShapeDtypeStruct, int, float, complex)
+    leaves = ((i, leaf) for i, arg in enumerate(args) for leaf in tree_leaves(arg))
+    found = ((i, isinstance(x, kinds) or hasattr(x, "__array__")) for i, x in leaves)
+    return tuple(dict.fromkeys(i for i, is_array in found if not is_array))
 
 
 def places_like(result: Any, names: Sequence[str], types: Sequence[str]) -> list[int]:

@@ -180,6 +180,12 @@ class Plan:
 
         return page_html(self, is_small=True)
 
+    @property
+    def draws(self) -> bool:
+        """True if the step makes random numbers by ops of one platform (Threefry)."""
+        kinds = self.outline.kinds if self.outline else ()
+        return any(kind.startswith("shift_left ui32") for kind in kinds)
+
     # -- shardings -----------------------------------------------------------
 
     @property
@@ -310,7 +316,7 @@ class Plan:
 
     def _on_mesh(self) -> Mesh:
         if self.mesh is None:
-            return mesh_here(self.mesh_axes, self.environment)
+            return mesh_here(self.mesh_axes, self.environment, self.draws)
         return self.mesh
 
     # -- use -----------------------------------------------------------------
@@ -529,7 +535,7 @@ class Plan:
                 "command leave out --devices and --mesh), or plan again."
             )
         if not other_devices:
-            check_devices(self.mesh_axes, self.environment, devices)
+            check_devices(self.mesh_axes, self.environment, devices, self.draws)
         return replace(self, mesh=here, raced=None)
 
 

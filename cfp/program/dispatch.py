@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from itertools import compress
 from operator import call, is_not, methodcaller
 from typing import Any, NamedTuple
@@ -100,9 +101,10 @@ def _buffers(array: jax.Array) -> set[tuple[int, int]]:
     }
 
 
+_LOOKS = "shape", "dtype", "weak_type"
+
 # Returns the array that is expected at an index, or None.
 _Expected = Callable[[], Any]
-
 
 _is_deleted = methodcaller("is_deleted")
 
@@ -161,8 +163,14 @@ class Placed(NamedTuple):
 class Dispatch:
     """Checks arguments of a compiled step's calls, and moves them to its shardings."""
 
-    def __init__(self, step: FlatStep, shardings: Sequence[NamedSharding]) -> None:
-        self._step = step
+    def __init__(
+        self,
+        step: FlatStep,
+        shardings: Sequence[NamedSharding],
+        check: Callable[[FlatStep], None],
+    ) -> None:
+        """Takes also what raises PlanMismatch for a call of the step's other types."""
+        self._step, self._check = step, check
         self._shardings = tuple(shardings)
         self._apart = Apart(step.avals, self._shardings, step.donated)
         self._all = range(len(step.avals))
@@ -187,12 +195,7 @@ class Dispatch:
         """True if the new leaves have the planned shapes, dtypes and weak types."""
         for i in look.new:
             leaf = look.leaves[i]
-            looks = (
-                type(leaf),
-                getattr(leaf, "shape", None),
-                getattr(leaf, "dtype", None),
-                getattr(leaf, "weak_type", None),
-            )
+            looks = type(leaf), *(getattr(leaf, name, None) for name in _LOOKS)
             if looks != self._looks[i]:
                 if not treedef_is_leaf(tree_structure(leaf)):
                     return False
@@ -213,7 +216,7 @@ class Dispatch:
         if new:
             placed = list(leaves)
             for i in new:
-                placed[i] = self._placed(i, leaves[i])
+                placed[i] = self._placed(i, leaves)
             there = {i for i in new if placed[i] is leaves[i]}
             memory, strange = self._looked_up(look, there)
             copied = self._apart.separate(placed, strange)
@@ -242,28 +245,28 @@ class Dispatch:
         expected = [*map(known.__getitem__, memory.order)]
         self._memory = memory._replace(expected=expected, kept=kept, results=made)
 
-    def _placed(self, i: int, leaf: Any) -> jax.Array:
+    def _placed(self, i: int, leaves: Sequence[Any]) -> jax.Array:
+        leaf, names, aval = leaves[i], self._step.arg_names, self._step.avals[i]
+        is_array = isinstance(leaf, jax.Array)
         if isinstance(leaf, Tracer):
             raise PlanMismatch(
                 "A planned step is compiled already, and cannot be called inside "
                 "jax.jit, jax.grad or the like. Plan the outer function instead."
             )
-        if isinstance(leaf, jax.Array):
-            if leaf.is_deleted():
-                raise self._gone(i)
-            if leaf.sharding == self._shardings[i]:
-                return leaf
-        name, aval = self._step.arg_names[i], self._step.avals[i]
-        found = abstract(leaf, name)
-        if (found.shape, found.dtype) != (aval.shape, aval.dtype):
-            planned, got = (f"{x.dtype}{[*x.shape]}" for x in (aval, found))
+        if isinstance(leaf, jax.ShapeDtypeStruct):
             raise PlanMismatch(
-                f"The plan is for {name} of type {planned}, got {got}. Pass what was "
-                "planned for, or plan again."
+                f"Argument {names[i]!r} is a ShapeDtypeStruct. Call steps with arrays."
             )
+        if is_array and leaf.is_deleted():
+            raise self._gone(i)
+        found = abstract(leaf, names[i])
+        if (found.shape, found.dtype) != (aval.shape, aval.dtype):
+            self._check(replace(self._step, avals=tuple(map(abstract, leaves, names))))
+        if is_array and leaf.sharding == self._shardings[i]:
+            return leaf
         if isinstance(leaf, np.ndarray) and self._shardings[i].is_fully_addressable:
             leaf = np.asarray(leaf, aval.dtype)
-        elif not isinstance(leaf, jax.Array):
+        elif not is_array:
             leaf = jnp.asarray(leaf, aval.dtype)
         return put(leaf, self._shardings[i])
 

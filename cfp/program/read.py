@@ -533,10 +533,7 @@ def other_program(
     remedy = "Pass the plan's step, microbatches, options and arguments, with equal "
     remedy += "fields that are no arrays; or plan again."
     if planned_for.get("platform", here.get("platform")) != here.get("platform"):
-        lines[-1] += (
-            " JAX lowers some operations, such as random numbers, differently for each "
-            "platform."
-        )
+        lines[-1] += " Random numbers are other operations on each platform."
         remedy = "Use the plan on its own platform, or plan again."
     if planned_for.get("jax_version") not in (None, here.get("jax_version")):
         remedy = f"Install JAX {planned_for['jax_version']}, or plan again."

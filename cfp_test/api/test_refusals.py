@@ -25,6 +25,10 @@ def train_step(w, x):
     return jax.tree.map(lambda a, b: a - 0.1 * b, w, grads), loss
 
 
+def evaluated(state, x):
+    return train_step(state["params"], x)[1]
+
+
 def scaled(x, mode="gram", times=2):
     return (x @ x.T if mode == "gram" else x) * times
 
@@ -128,6 +132,9 @@ OTHER_STEPS = {
         lambda w, x: (w, x),
         {"up": W["up"], "layers": [{"w": SMALL} for _ in range(300)]},
         jax.ShapeDtypeStruct((64, 512), "float32"),
+    ),
+    "an evaluation step": lambda run, plan, folder: plan.apply(evaluated)(
+        {"params": W}, X
     ),
     "another program": lambda run, plan, folder: plan.compile(
         lambda w, x: jax.tree.map(lambda leaf: leaf * 2, train_step(w, x)), W, X
@@ -241,14 +248,20 @@ def test_arguments_of_equal_types_are_not_tried_swapped(run):
     assert len(traced) == 1
 
 
+def test_an_unknown_preset_is_refused_before_tracing(run):
+    def step(x):
+        raise AssertionError("traced")
+
+    with pytest.raises(cfp.OptionError, match="Did you mean 'fully_sharded'"):
+        run(step, SMALL, preset="fsdp")
+
+
 @pytest.mark.explained("A pin matches no argument, or does not fit")
 def test_pins_that_do_not_fit_are_refused_by_name(run, plan, tmp_path, golden):
     golden("pins", messages(PINS, run, plan, tmp_path))
 
 
-@pytest.mark.explained(
-    "The arguments do not fit the plan, or its program is another one"
-)
+@pytest.mark.explained("The step's program is not the one that was planned")
 def test_steps_that_do_not_fit_a_plan_are_refused(run, plan, tmp_path, golden):
     golden("other_steps", messages(OTHER_STEPS, run, plan, tmp_path))
 

@@ -3,12 +3,15 @@
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
 
 import cfp
 from cfp import platform
 from cfp.cli import app
+from cfp.cli.running import running_text
 from cfp.cli.session import analyse, open_target
 from cfp.errors import CfpError
 from cfp.targets import resolve
@@ -88,6 +91,16 @@ def test_a_step_is_donated_and_static_as_its_plan_says(tmp_path):
         assert any(plan.donated) == bool(donate)
 
 
+def test_donated_leaves_in_a_row_are_printed_as_a_range():
+    donated = range(1, 96)
+    some = replace(DEEP, donated=(False, *[True] * 95))
+    assert f"donate_argnums={donated})" in running_text(some, Path("step.jax"))
+    jitted = jax.jit(lambda *leaves: leaves, donate_argnums=donated[:2])
+    assert [*map(float, jitted(*map(jnp.float32, range(4))))] == [0, 1, 2, 3]
+    some = replace(DEEP, donated=(True, False, True, True, *[False] * 92))
+    assert "donate_argnums=[0, 2, 3])" in running_text(some, Path("step.jax"))
+
+
 class Asked(CfpError):
     """Stands for the devices that a command asks for."""
 
@@ -97,6 +110,7 @@ class Asked(CfpError):
     [
         "verify deep.json toy.py:toy",
         "run toy.py:toy --plan deep.json",
+        "export deep.json toy.py:toy",
     ],
 )
 def test_the_platform_is_the_plans_if_none_is_given(words, tmp_path, monkeypatch):

@@ -89,7 +89,7 @@ def test_a_head_tied_to_an_embedding_says_how_its_parameters_are_stored(tied):
     assert parameters_text(stored) == f"parameters {stored}"
     positions = [one.argument for one in embedding.parameters]
     text = storage_text(embedding, positions[:1])
-    assert text == f"{stored}, 1 of {len(positions)} pinned"
+    assert text == f"{stored}, 1 pinned"
     assert storage_text(embedding, positions) == "pinned, update sharded"
 
 

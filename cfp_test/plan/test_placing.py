@@ -195,6 +195,18 @@ def test_too_few_virtual_devices_say_how_to_have_more():
     )
 
 
+@pytest.mark.parametrize("draws", [False, True])
+def test_other_platforms_are_offered_only_if_a_step_draws_no_random_numbers(draws):
+    def step(w, key):
+        return w + jax.random.normal(key, w.shape) if draws else w * 2
+
+    given = jnp.ones((4, 4)), jax.random.key(0)
+    plan = cfp.plan(step, *given, mesh=cfp.described("4xh100"), preset="replicated")
+    with pytest.raises(cfp.PlanMismatch, match="these are 4 of cpu") as caught:
+        plan.on(MESH)
+    assert ("other_devices" in str(caught.value)) != draws
+
+
 def test_of_arguments_with_one_shape_the_type_decides():
     def step(w, x, labels):
         return w - (x * labels).sum()

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.errors import PlanMismatch
-from cfp.program.dispatch import Dispatch
+from cfp.plan.execute import CompiledStep
 from cfp.program.step import flatten_step
 
 SHAPE = (8, 2)
@@ -20,13 +20,18 @@ def arrays(mesh, count=2):
     ]
 
 
+def dispatch_of(step, *shardings):
+    return CompiledStep(step, None, shardings, (), None).dispatch
+
+
 def dispatch(mesh, donate=(0,)):
     """Compiles a step ``(a, b), c -> (a', b')`` with a sharded state and c whole."""
     step = flatten_step(
         lambda state, c: state, ((*arrays(mesh),), jnp.ones(3)), donate_argnums=donate
     )
     sharded = NamedSharding(mesh, PartitionSpec("x"))
-    return Dispatch(step, [sharded, sharded, NamedSharding(mesh, PartitionSpec())])
+    whole = NamedSharding(mesh, PartitionSpec())
+    return dispatch_of(step, sharded, sharded, whole)
 
 
 def called(one, leaves, results):
@@ -143,7 +148,7 @@ def test_another_structure_is_seen(mesh):
         assert step.leaves_of(args, {}) is None
 
 
-@pytest.mark.explained("The plan is for key of type key<fry>[], got uint32[2]")
+@pytest.mark.explained("key: planned for key<fry>[], got uint32[2]")
 @pytest.mark.parametrize("count", [None, 4])
 def test_the_other_kind_of_random_keys_is_named(mesh, count):
     def keys(make):
@@ -151,28 +156,41 @@ def test_the_other_kind_of_random_keys_is_named(mesh, count):
 
     old, modern = keys(jax.random.PRNGKey), keys(jax.random.key)
     typed = "key<fry>[]" if count is None else "key<fry>[4]"
-    raw = "uint32[2]" if count is None else "uint32[4, 2]"
+    raw = "uint32[2]" if count is None else "uint32[4,2]"
     for planned, passed, words in (
-        (modern, old, f"for key of type {typed}, got {raw}."),
-        (old, modern, f"for key of type {raw}, got {typed}."),
+        (modern, old, f"key: planned for {typed}, got {raw}\n"),
+        (old, modern, f"key: planned for {raw}, got {typed}\n"),
     ):
         step = flatten_step(lambda key: key, (planned,))
-        one = Dispatch(step, [NamedSharding(mesh, PartitionSpec())])
+        one = dispatch_of(step, NamedSharding(mesh, PartitionSpec()))
         with pytest.raises(PlanMismatch) as caught:
             one.place(one.look([passed]))
         assert words in str(caught.value)
 
 
-@pytest.mark.explained("The plan is for x of type float32[64, 64], got float32[30, 64]")
-def test_what_does_not_fit_is_named(mesh):
+@pytest.mark.explained("The arguments do not fit the plan")
+def test_all_that_does_not_fit_is_named(mesh):
     """As in the last batch of a data set, which is a short one."""
     one, state = dispatch(mesh), arrays(mesh)
+    whole = NamedSharding(mesh, PartitionSpec())
+    c = r"c: planned for float32\[3\], got "
     for leaf, words in (
-        (jnp.ones(2), r"for c of type float32\[3\], got float32\[2\]"),
-        (np.ones(2, np.float32), r"for c of type float32\[3\], got float32\[2\]"),
-        (jnp.ones(3, jnp.int32), r"for c of type float32\[3\], got int32\[3\]"),
+        (jnp.ones(2), c + r"float32\[2\]\n.*smaller last batch"),
+        (np.ones(2, np.float32), c + r"float32\[2\]"),
+        (jax.device_put(jnp.ones(2), whole), c + r"float32\[2\]"),
+        (jnp.ones(3, jnp.int32), c + r"int32\[3\]"),
     ):
         with pytest.raises(PlanMismatch, match=words):
             one.place(one.look([*state, leaf]))
-    with pytest.raises(PlanMismatch, match="for state/1 of type"):
-        one.place(one.look([state[0], jnp.ones((4, 2)), jnp.ones(3)]))
+    with pytest.raises(PlanMismatch) as caught:
+        one.place(one.look([state[0], jnp.ones((4, 2)), jnp.ones(2)]))
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:-1]] == [
+        "  state/1",
+        "  c",
+    ]
+
+
+def test_shapes_are_no_arguments_of_a_call(mesh):
+    one, state = dispatch(mesh), arrays(mesh)
+    with pytest.raises(PlanMismatch, match=r"'c' is a ShapeDtypeStruct\. Call"):
+        one.place(one.look([*state, jax.ShapeDtypeStruct((3,), "float32")]))

@@ -307,13 +307,13 @@ def diff_text(
 
 
 def _facts(plan: Plan) -> dict[str, str]:
-    """Maps names of facts about a plan to texts, for comparisons."""
+    """Maps facts' names to texts, for comparisons; none on the store's records."""
     found = {"plan": plan.winner, "memory": words.memory_text(plan)}
     times = {"measured": plan.measured_ms}
     times[f"predicted {words.basis_text(plan)}"] = plan.predicted_ms
     found |= {name: f"{ms:.3f} ms" for name, ms in times.items() if ms is not None}
     found |= {"program": plan.fingerprint[:12], "mesh": mesh_text(plan.mesh_axes)}
-    found |= {"constraint level": str(plan.level), **plan.environment}
+    found |= {"constraint level": str(plan.level), **plan.environment, "measure": ""}
     found |= {f"compiler option {name}": text for name, text in plan.options.items()}
     arguments = zip(plan.arg_names, plan.arg_types, plan.arg_specs, strict=True)
     for name, kind, spec in arguments:

@@ -47,8 +47,8 @@ def storage_text(segment: PlanSegment, pinned: Collection[int] = ()) -> str:
     words = STORAGE_WORDS[stored] if stored else "none updated"
     if given := sum(one.argument in pinned for one in segment.parameters):
         further = ", update sharded" * (stored is not Storage.USED)
-        words = f"{words}, {given} of {count} pinned"
-        words = f"pinned{further}" if given == count else words
+        # Alike segments may have unlike counts: a last one may own a final norm.
+        words = f"pinned{further}" if given == count else f"{words}, {given} pinned"
     words += ", tied to another segment" if segment.shared else ""
     kernels = [kernels_text(segment.kernels)] if segment.kernels else []
     return ", ".join([words, *kernels, *[REMATERIALIZED] * segment.rematerialized])

@@ -204,7 +204,7 @@ LARGER = replace(
     arg_types=("float32[64,32]", *DEEP.arg_types[1:]),
     rows=(replace(DEEP.rows[0], strategy=(replace(ROWS, size=32),)), *DEEP.rows[1:]),
 )
-EMPTY = replace(DEEP, environment={**DEEP.environment, "xla_flags": ""})
+EMPTY = replace(DEEP, environment={**DEEP.environment, "xla_flags": "", "measure": "3"})
 FLAGS = replace(DEEP, environment={**DEEP.environment, "xla_flags": "--a"})
 DIFFS = {
     "itself": (DEEP, DEEP),

@@ -42,6 +42,17 @@ def test_segments_that_are_sharded_otherwise_stand_apart():
     assert [len(s.indices) for s in found] == [1, 1, 1, 1, 1]
 
 
+def test_layers_stand_together_if_a_last_one_has_more_parameters_beside_its_pins():
+    rows = layers([0, 0, 0])
+    for at, others in ((1, 1), (2, 1), (3, 2)):
+        segment, block = rows[at]
+        norms = [replace(segment.parameters[0], argument=9)] * others
+        rows[at] = replace(segment, parameters=(*segment.parameters, *norms)), block
+    found = segments_of(replace(make_plan(rows, []), pinned=(1, 2, 3)))
+    assert [len(s.indices) for s in found] == [1, 3, 1]
+    assert found[1].parameters.endswith(", 1 pinned")
+
+
 @pytest.mark.parametrize(
     ("names", "merged"),
     [

@@ -30,7 +30,7 @@ from cfp.analysis.contractions import is_contraction, is_product, number_values
 from cfp.analysis.flow import NEVER, Flow, first_downstream, passes
 from cfp.analysis.layout import Frame
 from cfp.analysis.segments import Segment, find_segments, open_loops
-from cfp.analysis.storage import find_storage, pair_outputs
+from cfp.analysis.storage import find_reads, find_storage, pair_outputs
 from cfp.analysis.strategies import BlockSharding, Mesh, Spec
 from cfp.errors import CfpError, known_names
 from cfp.printable import counted
@@ -115,6 +115,8 @@ def build_frame(
     for block in blocks:
         for op in block.ops:
             block_of[op] = block.index
+    group_of_arg = {a: g.index for g in groups for a in g.args}
+    free = (pins or {}).keys() - group_of_arg.keys()
     return Frame(
         program=program,
         mesh=axes,
@@ -129,10 +131,11 @@ def build_frame(
         ),
         block_of=tuple(block_of),
         group_of={op: g.index for g in groups for op in (*g.ops, *g.inner_ops)},
-        group_of_arg={a: g.index for g in groups for a in g.args},
+        group_of_arg=group_of_arg,
         region_ops=tuple(op.id for op in program.ops if op.has_regions),
         barrier_ops=tuple(o.id for o in program.ops if passes(o) and not o.has_regions),
         pins=dict(pins or {}),
+        pinned_reads={p: find_reads(Flow(program), program.args[p])[0] for p in free},
     )
 
 

@@ -8,7 +8,7 @@ reads it. If the two differ, the compiler reshards.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,7 @@ class Frame:
     region_ops: tuple[int, ...]  # loops and branches
     barrier_ops: tuple[int, ...]
     pins: Mapping[int, Spec]  # argument position -> the sharding that the user fixed
+    pinned_reads: Mapping[int, tuple[int, ...]]  # pinned, in no group: `reads` as there
     looked_for: dict[tuple[Any, ...], Any] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )  # See `searched_once`.
@@ -144,6 +145,8 @@ class Layout:
             self.axes.update(frame.shardings[index].factor_axes(strategy))
         for index, mode in storage.items():
             self._lay_out_group(frame.groups[index], mode)
+        for position, ops in frame.pinned_reads.items():
+            self._lay_out_reads(ops, position, frame.pins[position])
         self._values()
 
     def spec(self, value: int) -> Spec | None:
@@ -251,16 +254,25 @@ class Layout:
         return wide, {p: pins.get(p, used if p in kept else wide) for p in group.args}
 
     def _lay_out_group(self, group: StorageGroup, mode: Storage) -> None:
+        frame, args = self.frame, self.frame.program.args
         wide, stored = self.stored_specs(group, mode)
         for position, spec in stored.items():
-            self.value_spec[self.frame.program.args[position]] = spec
-        # Casts and slices a parameter as it is stored, before it is gathered.
-        first = stored[group.args[0]]
-        for op_id, axes in group_axes(self.frame, group.index, first, True).items():
+            self.value_spec[args[position]] = spec
+        self._lay_out_reads(group.reads, group.args[0], stored[group.args[0]])
+        # An argument and its new value are stored alike.
+        places = (frame.paired[p] for p in group.args)
+        new = (frame.program.outputs[o] for o in places if o is not None)
+        values = (*(args[p] for p in group.args), *new)
+        ops = (*group.ops, *group.inner_ops)
+        self.axes.update(axes_as_stored(frame, ops, values, wide))
+
+    def _lay_out_reads(self, ops: tuple[int, ...], position: int, spec: Spec) -> None:
+        """Casts and slices an argument as it is stored, before it is gathered."""
+        value = self.frame.program.args[position]
+        for op_id, axes in axes_as_stored(self.frame, ops, (value,), spec).items():
             used = self.axes.get(op_id)
             if used is not None and sum(map(len, axes)) >= sum(map(len, used)):
                 self.axes[op_id] = axes
-        self.axes.update(group_axes(self.frame, group.index, wide, False))
 
     def read_spec(self, value: int) -> Spec | None:
         """Returns the spec in which a value's first laid-out reader reads it, or None.
@@ -428,43 +440,26 @@ def _is_constrained_behind(layout: Layout, value: int, ops: Set[int] | None) -> 
 
 
 @searched_once
-def group_axes(
-    frame: Frame, group: int, spec: Spec, reads: bool
+def axes_as_stored(
+    frame: Frame, ops: tuple[int, ...], values: tuple[int, ...], spec: Spec
 ) -> dict[int, FactorAxes]:
-    """Returns {op id: axes that split its factors} for ops of a storage group.
-
-    Args:
-        spec: sharding of the group's arguments; for `reads`, of the parameter.
-        reads: True for the ops between parameter and blocks; False for the update's.
-    """
-    of, program, known = frame.groups[group], frame.program, frame.looked_for
-    ops = of.reads if reads else (*of.ops, *of.inner_ops)
-    values = [program.args[p] for p in (of.args[:1] if reads else of.args)]
-    if not reads:  # An argument and its new value are stored alike.
-        new = (frame.paired[p] for p in of.args)
-        values += [program.outputs[o] for o in new if o is not None]
-    form = form_of(program, frame.canonical, ops, values), spec
-    if form not in known:
-        known[form] = _axes_of(frame, ops, values, spec)
-    return dict(zip(ops, known[form], strict=True))
-
-
-def _axes_of(
-    frame: Frame, ops: Sequence[int], values: Sequence[int], spec: Spec
-) -> list[FactorAxes]:
-    marks: list[tuple[DimClasses, set[Hashable]]] = []
-    for name, size in frame.mesh:
-        classes = DimClasses(frame.program, ops, (), frame.canonical, size)
-        dims = [dim for dim, names in enumerate(spec) if name in names]
-        mine = {classes.of_dim(value, dim) for value in values for dim in dims}
-        marks.append((classes, mine))
-    found = []
-    for op in ops:
-        rule = frame.program.ops[op].known_rule
-        factors = range(len(rule.sizes))
-        splits = (
-            [f for f in factors if classes.of_factor(op, f) in mine]
-            for classes, mine in marks
-        )
-        found.append(split_axes(rule, frame.mesh, splits))
-    return found
+    """Returns {op id: axes that split its factors} if `values` have the sharding."""
+    known = frame.looked_for  # Equal layers share them.
+    form = form_of(frame.program, frame.canonical, ops, values), spec
+    if (found := known.get(form)) is None:
+        found, marks = list[FactorAxes](), list[tuple[DimClasses, set[Hashable]]]()
+        for name, size in frame.mesh:
+            classes = DimClasses(frame.program, ops, (), frame.canonical, size)
+            dims = [dim for dim, names in enumerate(spec) if name in names]
+            mine = {classes.of_dim(value, dim) for value in values for dim in dims}
+            marks.append((classes, mine))
+        for op in ops:
+            rule = frame.program.ops[op].known_rule
+            factors = range(len(rule.sizes))
+            splits = (
+                [f for f in factors if classes.of_factor(op, f) in mine]
+                for classes, mine in marks
+            )
+            found.append(split_axes(rule, frame.mesh, splits))
+        known[form] = found
+    return dict(zip(ops, found, strict=True))

@@ -241,7 +241,7 @@ class _Finder:
         shape = program.shape(program.args[positions[0]])
         entering = self._entering(positions, inside)
         inside |= self._statistics(positions, inside, entering, squeeze(shape))
-        reads, whole = self._reads(program.args[positions[0]], inside, shape)
+        reads, whole = find_reads(self.flow, program.args[positions[0]], inside)
         return StorageGroup(
             index=index,
             args=tuple(positions),
@@ -329,33 +329,32 @@ class _Finder:
             for v in op.operands
         )
 
-    def _reads(
-        self, value: int, inside: set[int], shape: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], frozenset[int]]:
-        """Returns ids of views of `value`, none `inside`, and dims that loops slice."""
-        program = self.program
-        found: set[int] = set()
-        whole: set[int] = set()
-        # In a lower precision, shards are rounded before they are gathered.
-        rounds = _ROUNDS if program.rewritten.precision else ()
-        stack: list[tuple[int, tuple[int | None, ...]]] = [
-            (value, tuple(range(len(shape))))
-        ]
-        while stack:
-            v, dims = stack.pop()
-            for op, index in self.flow.readers(v):
-                if op.id in inside or op.id in found or index or op.rule is None:
-                    continue
-                if op.kind == "dynamic_slice" and op.parent >= 0:
-                    shapes = map(program.shape, (op.operands[0], op.results[0]))
-                    sizes = zip(dims, *shapes, strict=True)
-                    whole.update(d for d, a, b in sizes if a != b and d is not None)
-                elif op.kind not in (*_VIEWS, *rounds) or is_dequantized(program, op):
-                    continue
-                found.add(op.id)
-                if op.kind != "reduce":
-                    stack.append((op.results[0], _carried_dims(op, dims)))
-        return tuple(sorted(found)), frozenset(whole)
+
+def find_reads(
+    flow: Flow, value: int, inside: Set[int] = frozenset()
+) -> tuple[tuple[int, ...], frozenset[int]]:
+    """Returns ids of views of `value`, none `inside`, and dims that loops slice."""
+    program = flow.program
+    found, whole = set[int](), set[int]()
+    # In a lower precision, shards are rounded before they are gathered.
+    rounds = _ROUNDS if program.rewritten.precision else ()
+    rank = len(program.shape(value))
+    stack: list[tuple[int, tuple[int | None, ...]]] = [(value, (*range(rank),))]
+    while stack:
+        v, dims = stack.pop()
+        for op, index in flow.readers(v):
+            if op.id in inside or op.id in found or index or op.rule is None:
+                continue
+            if op.kind == "dynamic_slice" and op.parent >= 0:
+                shapes = map(program.shape, (op.operands[0], op.results[0]))
+                sizes = zip(dims, *shapes, strict=True)
+                whole.update(d for d, a, b in sizes if a != b and d is not None)
+            elif op.kind not in (*_VIEWS, *rounds) or is_dequantized(program, op):
+                continue
+            found.add(op.id)
+            if op.kind != "reduce":
+                stack.append((op.results[0], _carried_dims(op, dims)))
+    return tuple(sorted(found)), frozenset(whole)
 
 
 def _carried_dims(op: Op, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:

@@ -206,22 +206,23 @@ def test_megatron_by_pins(mesh, tmp_path):
     ],
 )
 def test_a_parameter_is_cast_as_it_is_stored_before_it_is_gathered(pin, preset, cast):
-    def step(weights, x):
-        def loss(weights):
-            up, down = (w.astype(jnp.bfloat16) for w in weights)
-            return jnp.tanh(x @ up @ down).astype(jnp.float32).sum()
+    def loss(weights, x):
+        up, down = (w.astype(jnp.bfloat16) for w in weights)
+        return jnp.tanh(x @ up @ down).astype(jnp.float32).sum()
 
-        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+    def step(weights, x):
+        return jax.tree.map(jnp.subtract, weights, jax.grad(loss)(weights, x))
 
     weights = jnp.zeros((8, 32)), jnp.zeros((32, 8))
     args = weights, jnp.zeros((16, 8), jnp.bfloat16)
-    program, _ = trace(flatten_step(step, args), AbstractMesh((2,), ("x",)))
-    frame = analyze(program, (("x", 2),), {0: pin} if pin else None).frame
-    layout = lay_out(frame, presets(frame)[preset])
-    assert pin is None or layout.arg_spec(0) == pin
-    users = (program.ops[op] for op, _ in program.users[program.args[0]])
-    (made,) = (op.results[0] for op in users if op.kind == "convert")
-    assert layout.spec(made) == constraints(layout).values[made] == cast
+    for fn in (step, loss) if pin else (step,):  # Without an update, only a pin shards.
+        program, _ = trace(flatten_step(fn, args), AbstractMesh((2,), ("x",)))
+        frame = analyze(program, (("x", 2),), {0: pin} if pin else None).frame
+        layout = lay_out(frame, presets(frame)[preset])
+        assert pin is None or layout.arg_spec(0) == pin
+        users = (program.ops[op] for op, _ in program.users[program.args[0]])
+        (made,) = (op.results[0] for op in users if op.kind == "convert")
+        assert layout.spec(made) == constraints(layout).values[made] == cast
 
 
 def test_what_shards_nothing_is_not_called_data_parallel():

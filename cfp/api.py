@@ -15,11 +15,7 @@ winner rematerializes though predictions saw no need. `find_fastest` in
 :mod:`cfp.variants` analyzes the step; of several meshes or variants it estimates each,
 calls `run_passes` usually for the best two, and races their plans.
 
-Added elsewhere: a kind of kernels, as a module in `KINDS` of :mod:`cfp.kernels.kinds`;
-a device, as a TOML file in ``cfp/cost/kinds``; a preset, as a line in `PRESETS` of
-:mod:`cfp.analysis.presets`; a sharding rule of an op without Shardy's, in `_rule` of
-:mod:`cfp.program.read`, and corrections of Shardy's in :mod:`cfp.program.rules`.
-CONTRIBUTING.md has the details.
+CONTRIBUTING.md says where something new goes.
 """
 
 from __future__ import annotations

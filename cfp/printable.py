@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from math import ceil, prod
 from typing import Annotated, Any
 
@@ -102,22 +103,24 @@ def merged_alike(names: Sequence[str], *, is_paired: bool = False) -> list[str]:
 def distinct_ends(names: Sequence[str]) -> list[str]:
     """Shortens paths to the ends that distinguish them.
 
-    ``a/q/kernel`` and ``a/k/kernel`` give ``q/kernel`` and ``k/kernel``. A repeated
-    path gets a number: ``q/kernel (2)``.
+    ``a/q/kernel`` and ``a/k/kernel`` give ``q/kernel`` and ``k/kernel``.
     """
     ends: Counter[str] = Counter()
     for name in set(names):
         parts = name.split("/")
         ends.update("/".join(parts[start:]) for start in range(len(parts)))
-    seen: Counter[str] = Counter()
     found = []
     for name in names:
-        seen[name] += 1
         parts = name.split("/")
         tails = ["/".join(parts[start:]) for start in reversed(range(len(parts)))]
-        short = next((tail for tail in tails if ends[tail] == 1), name)
-        found.append(f"{short} ({seen[name]})" if seen[name] > 1 else short)
+        found.append(next((tail for tail in tails if ends[tail] == 1), name))
     return found
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """Numbers equal names: ``a, b, a`` gives ``a#1, b, a#2``."""
+    counts, ranks = Counter(names), defaultdict[str, Iterator[int]](count)
+    return [f"{x}#{next(ranks[x]) + 1}" if counts[x] > 1 else x for x in names]
 
 
 def span_text(numbers: list[int]) -> str:

@@ -30,7 +30,7 @@ from cfp import models
 from cfp.errors import CfpError, NoSuchFile, known_names, place_of
 from cfp.models.model import ModelOption, Scalar
 from cfp.profiling.inputs import counts, random_values
-from cfp.program.calling import fixed, released, together
+from cfp.program.calling import released, together
 from cfp.program.memory import put
 from cfp.program.part import key_name, whole
 from cfp.program.step import FlatStep, flatten_step
@@ -66,12 +66,6 @@ class Target:
     donate: tuple[int, ...] = ()
     static: tuple[int, ...] = ()
     make_args: MakeArgs
-
-    @property
-    def draws(self) -> bool:
-        """True if `make_args` draws random numbers for `jax.ShapeDtypeStruct` s."""
-        leaves = tree_leaves(fixed(self.args))
-        return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 
     def flatten(self) -> FlatStep:
         """Returns the step as a function of flat arrays; see `flatten_step`."""

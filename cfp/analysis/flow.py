@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
+from cfp.printable import numbered
 from cfp.program.graph import Op, Program, reached
 
 _BARRIERS = frozenset({"optimization_barrier"})
@@ -238,7 +239,7 @@ _SAME = (
 def block_names(
     flow: Flow, anchors: Sequence[int], parameters: Set[int]
 ) -> tuple[str, ...]:
-    """Returns anchors' names, maybe equal: scope (and path if shared), path or line."""
+    """Returns anchors' names: scope (and path if shared), path or line; `numbered`."""
     ops = [flow.program.ops[anchor] for anchor in anchors]
     users = [_user_parts(op.scope) for op in ops]
     scopes = ["" if all(map(_EINSUM.fullmatch, x)) else "/".join(x) for x in users]
@@ -252,11 +253,11 @@ def block_names(
     for name, count in Counter(names).items():
         # Contractions in one scope are told apart by their parameters.
         alike = [i for i, other in enumerate(names) if other == name and paths[i]]
-        if count > 1 and scopes[names.index(name)]:
-            if len({paths[i] for i in alike}) == len(alike):
-                for i in alike:
-                    names[i] = f"{name}/{paths[i]}"
-    return tuple(names)
+        is_scope = bool(scopes[names.index(name)])
+        if count > 1 and is_scope and len({paths[i] for i in alike}) > 1:
+            for i in alike:
+                names[i] = f"{name}/{paths[i]}"
+    return tuple(numbered(names))
 
 
 def scope_path(scope: str) -> str:
@@ -296,9 +297,8 @@ def _line(op: Op) -> str:
 
 def _deepest_path(flow: Flow, op: Op, parameters: Set[int]) -> str:
     positions = {value: i for i, value in enumerate(flow.program.args)}
-    found = [
-        positions[v] for v in (_origin(flow, v) for v in op.operands) if v in positions
-    ]
+    origins = (origin_of(flow, v) for v in op.operands)
+    found = [positions[v] for v in origins if v in positions]
     # Without an update any argument may be a parameter: the deepest, then the last.
     known = [i for i in found if i in parameters or not parameters]
     names = [flow.program.arg_names[i] for i in known]
@@ -308,11 +308,11 @@ def _deepest_path(flow: Flow, op: Op, parameters: Set[int]) -> str:
 def weight_place(flow: Flow, op: Op, parameters: Set[int]) -> int:
     """Returns the index of the one operand from a parameter; -1 if none or several."""
     weights = {flow.program.args[position] for position in parameters}
-    places = [i for i, v in enumerate(op.operands) if _origin(flow, v) in weights]
+    places = [i for i, v in enumerate(op.operands) if origin_of(flow, v) in weights]
     return places[0] if len(places) == 1 else -1
 
 
-def _origin(flow: Flow, value: int) -> int:
+def origin_of(flow: Flow, value: int) -> int:
     """Follows a value upstream through views, slices, casts, scaling, loops, cases."""
     while True:
         if sources := flow.sources(value):

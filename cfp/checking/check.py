@@ -93,7 +93,7 @@ class Leaf:
         size: L2 norm under the plan; numbers that are not finite count as 0.
         rounding: root mean square relative distance between usual results and those of
             repetitions with other last bits; 0 without repetitions.
-        change: relative distance to the state before the step; 0 if no state or change.
+        change: relative distance to the old state; None if no state, or same integers.
         norms: L2 norms of the reference, and of the repetitions.
         tolerance: distance that passes in a leaf that steps change enough.
         margin: allowed multiple of `rounding`.
@@ -103,7 +103,7 @@ class Leaf:
     relative_l2: float
     size: float = 0.0
     rounding: float = 0.0
-    change: float = 0.0
+    change: float | None = None
     norms: tuple[float, ...] = ()
     tolerance: float = FULL_TOLERANCE
     margin: float = ROUNDING_MARGIN
@@ -115,7 +115,7 @@ class Leaf:
     @property
     def allowed(self) -> float:
         """Allowed `relative_l2`, by tolerance, change and rounding; at most 0.5."""
-        share = min(1.0, CHANGE_MARGIN * self.change) or 1.0
+        share = min(1.0, CHANGE_MARGIN * (self.change or 0.0)) or 1.0
         return min(max(self.tolerance * share, self._noise), MOST_ALLOWED)
 
     @property
@@ -314,7 +314,7 @@ class Check:
         margin = NARROW_MARGIN if self.planned.narrow else ROUNDING_MARGIN
         how: dict[str, Any] = {"tolerance": self.tolerance, "margin": margin}
         leaves = compare(usual, expected)
-        made = [replace(x, change=changes.get(x.path, 0.0), **how) for x in leaves]
+        made = [replace(x, change=changes.get(x.path), **how) for x in leaves]
         # Rounding is measured on the plan's side if its kernels round more.
         usual = in_host(usual) if self.planned.perturbed else expected
         for seed in range(NUDGES):
@@ -335,19 +335,21 @@ class Check:
         return perturbed().compile() if perturbed else self.reference.step
 
     def _changes(self, expected: Any) -> dict[str, float]:
-        """Relative change of each state leaf that changes, by path in the result."""
+        """Maps paths in the result to `Leaf.change`, where it is not None."""
         expected = released(expected)
         parts = tree_flatten_with_path(expected, lambda node: node is not expected)[0]
         changes = {}
         for position, place in self.feedback.items():
             above, part = ((), expected) if place is None else parts[place]
-            paths = dict(zip(_by_path(part), _by_path(part, above), strict=True))
-            found = compare(self._args[position], part)
-            changes |= {paths[x.path]: x.relative_l2 for x in found if x.relative_l2}
+            new = _by_path(part)
+            paths = dict(zip(new, _by_path(part, above), strict=True))
+            for x in compare(self._args[position], part):
+                if x.relative_l2 or jnp.issubdtype(new[x.path].dtype, jnp.floating):
+                    changes[paths[x.path]] = x.relative_l2
         return changes
 
     def _rounded(
-        self, have: Any, state_changes: Mapping[str, float], tell: Callable[[str], None]
+        self, have: Any, changes: Mapping[str, float], tell: Callable[[str], None]
     ) -> tuple[dict[str, float], set[str]]:
         """Largest distances to a run without precision; paths finite only there."""
         if (plain := self.reference.unrounded) is None:
@@ -357,8 +359,8 @@ class Check:
         found, have, want = compare(have, want), _by_path(have), _by_path(want)
         far = [x.path for x in found if not isfinite(x.relative_l2)]
         lost = {x for x in far if (np.isfinite(want[x]) > np.isfinite(have[x])).any()}
-        off = [(x.relative_l2 / state_changes.get(x.path, 1), x.path) for x in found]
-        largest = {path in state_changes: (path, ratio) for ratio, path in sorted(off)}
+        off = [(x.relative_l2 / (changes.get(x.path) or 1), x.path) for x in found]
+        largest = {bool(changes.get(p)): (p, ratio) for ratio, p in sorted(off)}
         return dict(largest.values()), lost
 
     def _results(self, step: CompiledStep, change: Callable[[Any], Any]) -> Any:

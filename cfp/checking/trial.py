@@ -26,6 +26,7 @@ from cfp.checking.check import (
     reference_text,
 )
 from cfp.errors import CfpError
+from cfp.plan.parts import by_argument
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import is_out_of_memory
 from cfp.profiling.coordination import coordinated
@@ -40,7 +41,7 @@ class StepResult:
 
     Attributes:
         time_ms: time from the call until all results are computed.
-        metrics: returned float scalars, such as ``loss`` of ``1/loss``, without state.
+        metrics: returned scalars, such as ``loss`` of ``1/loss``, without state.
         comparison: comparison with the reference; empty if not checked.
     """
 
@@ -60,7 +61,7 @@ class Trial:
         narrow: True if checked, and kernels compute in less than float32.
         state: {text of a result's index: name of the argument that it replaces}; text
             "" is the whole result.
-        drawn: True if arguments were random numbers.
+        drawn: names of the arguments with random numbers.
     """
 
     steps: tuple[StepResult, ...]
@@ -69,7 +70,7 @@ class Trial:
     preset: str = ""
     narrow: bool = False
     state: Mapping[str, str] = field(default_factory=dict)
-    drawn: bool = False
+    drawn: tuple[str, ...] = ()
 
     def named(self, path: str) -> str:
         """Names a result: ``result[1]/loss``; new state as its argument: ``w/up``."""
@@ -179,7 +180,9 @@ def run_trial(
             about["tolerance"] = checking.tolerance
             about["preset"] = checking.reference.preset
             about["narrow"] = bool(checking.planned.narrow)
-    about |= {"checked": check, "state": state, "drawn": target.draws}
+    leaves = zip(step.arg_names, step.flatten(target.args, {}), strict=True)
+    shapes = [name for name, one in leaves if isinstance(one, jax.ShapeDtypeStruct)]
+    about |= {"checked": check, "state": state, "drawn": tuple(by_argument(shapes))}
     return Trial(steps=tuple(results), **about)
 
 
@@ -234,7 +237,8 @@ def _metrics(result: Any, feedback: Mapping[int, int | None]) -> dict[str, float
     for path, leaf in tree_flatten_with_path(fixed(result))[0]:
         if path and getattr(path[0], "idx", None) in feedback.values():
             continue
-        if leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.floating):
+        is_real = jnp.issubdtype(leaf.dtype, jnp.number) and not jnp.iscomplexobj(leaf)
+        if leaf.shape == () and is_real:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            found[name.partition("/")[2] or _result_name(name)] = float(leaf)
+            found[name.partition("/")[2] or _result_name(name)] = leaf.item()
     return found

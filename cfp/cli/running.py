@@ -23,7 +23,7 @@ from cfp.cli.session import analyse, check_writable, target_of
 from cfp.errors import CfpError
 from cfp.plan.execute import device_difference
 from cfp.plan.plan import Plan
-from cfp.printable import few
+from cfp.printable import few, merged_alike
 from cfp.view.console import Display, Rows, print_view, row_of, wrapped
 from cfp.view.text import diff_data, diff_text, explain_text, print_plan, python_text
 from cfp.view.words import throughput
@@ -42,8 +42,8 @@ _SHOW_TAKES = {
     explain=o.Option(bool, "Explain each block, with the strategies that decide."),
     block=o.Option(
         str,
-        "With --explain: only blocks with this in their names, in upper or lower case; "
-        "* stands for anything.",
+        "With --explain: only blocks with this in their names, or else in those of "
+        "arguments that they read, in upper or lower case; * stands for anything.",
         metavar="NAME",
     ),
     diff=o.Option(
@@ -140,8 +140,8 @@ results = step(*leaves)
 
 _FAILURES_SHOWN = 5
 _DRAWN = (
-    "The step ran on random numbers in place of data. Its results, such as a loss, "
-    "say nothing about training."
+    "The step ran on random numbers in place of {}, given as shapes. Its results, such "
+    "as a loss, say nothing about training."
 )
 
 
@@ -238,7 +238,7 @@ def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
         "steps": [
             {"time_ms": s.time_ms, "metrics": _finite(s.metrics)} for s in trial.steps
         ],
-        "random_arguments": trial.drawn,
+        "random_arguments": bool(trial.drawn),
         "checked": trial.checked,
         "checked_against": reference_text(trial.preset) if trial.checked else None,
         "passed": not trial.failures if trial.checked else None,
@@ -284,7 +284,7 @@ def _print_trial(trial: Trial) -> None:
         rows.append(row_of(*row, *[""] * (len(headings) - len(row))))
     print_view(Rows(title="", headings=tuple(headings), rows=rows).table)
     if trial.drawn and any(step.metrics for step in trial.steps):
-        print(wrapped(_DRAWN))
+        print(wrapped(_DRAWN.format(few(trial.drawn))))
     print(f"Median step time: {trial.median_ms:.3f} ms")
     if trial.checked:
         print("\n".join(map(wrapped, check_text(trial).split("\n"))))
@@ -326,6 +326,10 @@ def _check_lines(trial: Trial) -> Iterator[str]:
             text += f"; above {trial.tolerance:g}, but no more than rounding does "
             text += f"there {rounding}"
     yield text
+    same = {x.path for x in trial.every if x.change == 0.0}
+    same -= {x.path for x in trial.every if x.change}
+    if same := merged_alike(sorted(map(trial.named, same))):
+        yield f"Unchanged in all steps, so not checked (more --steps?): {few(same)}"
     if undecided := sorted(map(trial.named, trial.undecided)):
         names = few(undecided, most=_FAILURES_SHOWN)
         yield (

@@ -23,10 +23,9 @@ from cfp.analysis.analyze import (
     update_blocks,
 )
 from cfp.analysis.contractions import is_product
-from cfp.analysis.flow import passes
+from cfp.analysis.flow import Flow, origin_of, passes
 from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out
 from cfp.analysis.roles import axis_walk, batch_rows, data_arguments
-from cfp.analysis.segments import group_readers
 from cfp.analysis.storage import even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
 from cfp.cost.costs import segment_candidate
@@ -71,7 +70,6 @@ def plan_segments(
 ) -> tuple[PlanSegment, ...]:
     """Describes each segment's choice; `time_ms` is None if `problem` lacks it."""
     frame = analysis.frame
-    readers = group_readers(frame)
 
     def stored(groups: Iterable[int]) -> tuple[StoredParameter, ...]:
         every = [frame.groups[g] for g in groups]
@@ -87,15 +85,24 @@ def plan_segments(
         PlanSegment(
             kind=segment.kind,
             parameters=stored(segment.groups),
-            shared=()
-            if segment.groups
-            else stored(g for g, of in enumerate(readers) if of & {*segment.blocks}),
             rematerialized=segment.index in choice.remat,
             kernels=choice.kernels_of(segment.index),
             time_ms=_segment_ms(analysis, problem, segment.index, choice),
         )
         for segment in analysis.segments
     )
+
+
+def block_arguments(frame: Frame) -> list[set[int]]:
+    """Returns for each block the positions of arguments that it reads, or casts of."""
+    program, flow = frame.program, Flow(frame.program)
+    places = {value: position for position, value in enumerate(program.args)}
+    found: list[set[int]] = [set() for _ in frame.blocks]
+    for op in program.ops:
+        if (block := frame.block_of[op.id]) >= 0:
+            origins = (origin_of(flow, v) for v in op.operands)
+            found[block].update(places[v] for v in origins if v in places)
+    return found
 
 
 def plan_rows(
@@ -106,8 +113,8 @@ def plan_rows(
     Args:
         rates: rates of the devices; None leaves out times of collectives.
     """
-    frame = analysis.frame
-    layout = lay_out(frame, choice)
+    frame, program = analysis.frame, analysis.frame.program
+    layout, arguments = lay_out(frame, choice), block_arguments(frame)
     moves: list[dict[tuple, list[int]]] = [defaultdict(list) for _ in frame.blocks]
     for block, kind, axes, size, turns in block_moves(analysis, layout):
         moves[block][kind, axes, turns].append(size)
@@ -116,15 +123,16 @@ def plan_rows(
     for segment in analysis.segments:
         for b in segment.blocks:
             block = frame.blocks[b]
-            op = frame.program.ops[block.anchor]
+            op = program.ops[block.anchor]
             rows.append(
                 PlanRow(
                     block=b,
                     segment=segment.index,
                     name=block.name,
-                    op=op_text(frame.program, op),
+                    op=op_text(program, op),
                     strategy=axis_roles(frame, op, choice.blocks[b]),
                     source=op.source,
+                    arguments=tuple(program.arg_names[i] for i in sorted(arguments[b])),
                     moves=_move_figures(moves[b], rates),
                     repeats=op.repeat,
                     updates=b in updating,

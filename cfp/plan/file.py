@@ -38,7 +38,7 @@ from cfp.program.constrain import Constraints, Rematerialization
 from cfp.program.replace import Recorded, Replacement
 from cfp.program.trace import PRECISION, PRECISIONS
 
-FORMAT = 16
+FORMAT = 17
 
 _MOST_BYTES = 64 * 2**20  # A plan of 96 layers has one or two megabytes.
 _MOST_AXES = 16
@@ -191,13 +191,6 @@ def _are_known(
     count = _count(info, "arg_names")
     if len({*stored}) < len(stored) or max(stored, default=-1) >= count:
         raise ValueError(f"positions of arguments, below {count}, none of them twice")
-    owned = {one for segment in segments for one in segment.parameters}
-    for segment in segments:
-        shared = {*segment.shared}
-        if segment.parameters and shared:
-            raise ValueError("a segment's own parameters or shared ones, not both")
-        if len(shared) < len(segment.shared) or not shared <= owned:
-            raise ValueError("each shared parameter once, as another segment owns it")
     if not {pair for one in segments for pair in one.kernels} <= known_kernels():
         raise ValueError(f"kernels among {', '.join(KERNELS)}")
     return segments

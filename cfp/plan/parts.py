@@ -287,8 +287,6 @@ class PlanSegment:
     Attributes:
         kind: number of the kind; segments of one kind have the same options.
         parameters: parameters that belong to the segment.
-        shared: for a segment without parameters, parameters of other segments that the
-            segment reads, such as an embedding's tied table.
         rematerialized: True if the segment's forward pass is rematerialized.
         kernels: kernels that compute parts of the segment.
         time_ms: measured or estimated time; None if unknown.
@@ -299,13 +297,6 @@ class PlanSegment:
     rematerialized: Flag
     kernels: SegmentKernels
     time_ms: Time | None
-    shared: tuple[StoredParameter, ...] = ()
-
-    @property
-    def shown_storage(self) -> Storage | None:
-        """Most frequent storage of own, else of shared parameters; None without any."""
-        modes = [one.storage for one in self.parameters or self.shared]
-        return max(dict.fromkeys(modes), key=modes.count, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,6 +330,7 @@ class PlanRow:
         op: kind and shapes of the block's anchor.
         strategy: role of each mesh axis that shards the anchor.
         source: line of the anchor, ``model.py:12``, or "".
+        arguments: names of the arguments that the block's ops read.
         moves: expected collectives of the block's ops and updates, most bytes first.
         repeats: number of runs of the anchor in one step, above one in a loop.
         updates: True for a block of the optimizer's update with no product in or
@@ -354,6 +346,7 @@ class PlanRow:
     moves: tuple[MoveFigure, ...]
     repeats: Annotated[int, Field(strict=True, ge=1)]
     updates: Flag = False
+    arguments: tuple[Words, ...] = ()
 
 
 def type_text(aval: Any) -> str:

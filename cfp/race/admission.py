@@ -448,8 +448,8 @@ def _described(analysis: Analysis, one: RaceResult) -> str:
     for index in range(len(analysis.segments)):
         own = segment_candidate(analysis, index, choice).plain.as_written
         alike = (n for n, c in named if segment_candidate(analysis, index, c) == own)
-        names[next(alike, "no preset")] += 1
-    parts = few([f"{count} as {name}" for name, count in names.most_common()])
+        names[next((f"as {n}" for n in alike), "unlike any preset")] += 1
+    parts = few([f"{count} {name}" for name, count in names.most_common()])
     when = f"{one.record.created[:16]} UTC" if one.record else "by an earlier run"
     return f"That program, compiled {when}, shards its segments: {parts}."
 
@@ -469,7 +469,7 @@ def least_short(
     least = errors[best]
     if others:
         least = least.with_line(
-            f"This is {best}. Others need as much or more: {others}.", behind_first=True
+            f"Variant {best}. Others need as much or more: {others}.", behind_first=True
         )
     if late:
         least = least.with_line(
@@ -532,8 +532,8 @@ def _advice(analysis: Analysis, choice: Choice, large: set[str]) -> str:
     if RESULTS in large:
         advice += ", or donate the state (--donate 0, donate_argnums=0)"
     if able := sum(can_rematerialize(frame, one) for one in segments):
-        advice += f". Rematerialized segments: {len(choice.remat)} of {len(segments)}"
-        advice += f" (possible: {able})"
+        advice += f". Rematerialized: {len(choice.remat)} of {able} possible segments"
+        advice += "; with more, none known is smaller" * (len(choice.remat) < able)
         if not any("rematted_computation" in op.scope for op in frame.program.ops):
             advice += "; jax.checkpoint in the model (the zoo: --remat) keeps less"
     return advice

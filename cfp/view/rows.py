@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from math import inf
+from typing import Any
 
 from cfp.plan.parts import MoveFigure, PlanRow, roles_text
 from cfp.plan.plan import Plan
@@ -44,6 +45,7 @@ class BlockView:
         path: the name without the module that contains all blocks.
         sharded: text on the dims that each axis shards.
         source: lines of the anchors; "" if unknown.
+        arguments: names of the arguments that the blocks read.
         exceptions: texts on other collectives of some segments.
     """
 
@@ -53,6 +55,7 @@ class BlockView:
     path: str
     sharded: str
     source: str
+    arguments: tuple[str, ...]
     exceptions: tuple[str, ...]
 
     @property
@@ -86,7 +89,7 @@ def segments_of(plan: Plan) -> tuple[SegmentView, ...]:
     """
     parts = [[*rows] for _, rows in groupby(plan.rows, key=lambda row: row.segment)]
     segments = [plan.segments[rows[0].segment] for rows in parts]
-    texts = [words.storage_text(segment, plan.pinned) for segment in segments]
+    texts = [words.storage_text(plan, rows[0].segment) for rows in parts]
     marks = [
         (segment.kind, text, *((row.op, row.strategy) for row in rows))
         for segment, text, rows in zip(segments, texts, parts, strict=True)
@@ -152,6 +155,7 @@ def _block(twins: Sequence[PlanRow], prefix: str) -> BlockView:
         path=merged_name([twin.name.removeprefix(prefix) for twin in twins]),
         sharded=roles_text(row.strategy),
         source=few([one.source for one in twins if one.source]),
+        arguments=tuple(name for twin in twins for name in twin.arguments),
         exceptions=tuple(exceptions),
     )
 
@@ -165,12 +169,9 @@ def update_texts(updates: Sequence[BlockView]) -> tuple[str, str, str]:
     axes = Counter(one.axis for block in updates for one in block.row.strategy)
     parts = [f"{axis}: {n} of {len(updates)}" for axis, n in sorted(axes.items())]
     moves = merged_moves(move for block in updates for move in block.row.moves)
-    return (
-        f"optimizer update ({counted(len(updates), 'block', 'blocks')} that no "
-        "product reads)",
-        "; ".join(parts) or "replicated",
-        words.moves_text(moves),
-    )
+    many = counted(len(updates), "block", "blocks")
+    name = f"optimizer update ({many} that no product reads)"
+    return name, "; ".join(parts) or "replicated", words.moves_text(moves)
 
 
 def blocks_rows(segments: Sequence[SegmentView]) -> Rows:
@@ -185,9 +186,7 @@ def blocks_rows(segments: Sequence[SegmentView]) -> Rows:
         if updates := [block for block in segment.blocks if block.row.updates]:
             cells.append(update_texts(updates))
         made, last = [], (segment.parameters, times + ms_text(time_ms, ".3g"))
-        for (path, sharded, moved), alike in groupby(cells):
-            same = len([*alike])
-            path += f" ({same} blocks)" * (same > 1)
+        for path, sharded, moved in merge_neighbours(cells):
             made.append(row_of(first, path, sharded, last[0], moved, last[1]))
             first, last = "", ("", "")
         made[0] = replace(made[0], bar=None if time_ms is None else count * time_ms)
@@ -195,6 +194,13 @@ def blocks_rows(segments: Sequence[SegmentView]) -> Rows:
         rows += made
     headings = ("segment", "block", "sharded", "parameters", "collectives")
     return Rows(title="Blocks", headings=(*headings, "segment ms"), rows=rows)
+
+
+def merge_neighbours(rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Merges neighbours (name, ...) that differ in the number after ``#`` alone."""
+    keyed = ((row[0].partition("#")[0], *row[1:], row[0]) for row in rows)
+    for (_, *rest), same in groupby(keyed, lambda row: row[:-1]):
+        yield merged_name([row[-1] for row in same]), *rest
 
 
 def merged_moves(moves: Iterable[MoveFigure]) -> tuple[MoveFigure, ...]:
@@ -234,9 +240,7 @@ class CandidateView:
 
 def _place(row: RaceRow) -> tuple[bool, float, float]:
     """Sort key: by measured, then predicted time; rows with a note last."""
-    times = (row.time_ms, row.predicted_ms)
-    first, second = (float("inf") if ms is None else ms for ms in times)
-    return bool(row.note), first, second
+    return bool(row.note), row.time_ms or inf, row.predicted_ms or inf
 
 
 def candidates_of(plan: Plan) -> tuple[CandidateView, ...]:
@@ -288,23 +292,20 @@ def chosen_text(plan: Plan) -> str:
         return f"timed on the whole step, by itself{same}"
     if plan.predicted_ms is None:
         unknown = "the only program known to fit; its time is unknown"
-        return "by its name" if words.unsearched_text(plan) else unknown
+        return "the given preset" if words.unsearched_text(plan) else unknown
     if plan.rung == "estimated":
         rivals = [r.row for r in every if not r.won and r.row.note in ("", NOT_RUN)]
         what = "run" if plan.peak_bytes else "run or compiled"
-        return f"by estimates{same}; nothing was {what}{_next_text(plan, rivals)}"
+        was_searched = any(row.name.startswith("planned") for row in plan.race)
+        how = "by estimates" if was_searched else "the given preset"
+        return f"{how}{same}; nothing was {what}{_next_text(plan, rivals)}"
     return "by prediction, without a race"
 
 
 def _next_text(plan: Plan, rivals: Sequence[RaceRow]) -> str:
     """Names the rival with the best prediction: ``; next, zero1: 0.200 ms``; or ""."""
     times = [(row.predicted_ms, row.name) for row in rivals if row.predicted_ms]
-    if not times:
-        return ""
-    ms, name = min(times)
-    is_tie = ms <= (plan.predicted_ms or 0.0) * (1.0 + ALIKE)
-    form = "; as fast as {}, {:.3f} ms" if is_tie else "; next, {}: {:.3f} ms"
-    return form.format(name, ms)
+    return "; next, {1}: {0:.3f} ms".format(*min(times)) if times else ""
 
 
 def race_rows(plan: Plan) -> Rows:
@@ -336,7 +337,7 @@ def race_rows(plan: Plan) -> Rows:
     more = f"and {counted(len(hidden), kind, f'{kind}s')} of these"
     below = [f"Each: {shared}"] * bool(shared) + [more] * bool(hidden)
     if any(cell.startswith(_MARK) for row in rows for cell in row.cells):
-        below.append(f"{_MARK} predicted memory; other memory is compiled.")
+        below.append(f"{_MARK} predicted, others compiled: not comparable.")
     title = {"measured": "Predictions", "estimated": "Estimates"}[plan.rung]
     return Rows(
         title="Race" if any(row.samples_ms for row in plan.race) else title,

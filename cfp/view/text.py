@@ -7,7 +7,7 @@ rows of the text, with bars, and escapes every text.
 from __future__ import annotations
 
 import fnmatch
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +43,7 @@ from cfp.view.rows import (
     SegmentView,
     blocks_rows,
     chosen_text,
+    merge_neighbours,
     merged_moves,
     more_rows,
     race_rows,
@@ -74,21 +75,14 @@ def short_text(plan: Plan) -> str:
 
 def _segment_text(segment: SegmentView) -> str:
     """Describes the shardings and the storage of a segment in one line."""
-    modules: list[str] = []
-    by_roles: dict[str, list[str]] = {}
-    alike = Counter(
-        (block.path, roles_text(block.row.strategy, Detail.ROLES))
-        for block in segment.blocks
-        if not block.row.updates
-    )
-    ends = distinct_ends([path for path, _ in alike])
-    for ((path, roles), count), end in zip(alike.items(), ends, strict=True):
-        *outer, _ = path.split("/")
-        numbers = (i for i, part in enumerate(outer) if part[-1:].isdigit())
-        module = "/".join(outer[: next(numbers, 0) + 1])  # params/blocks/0
-        modules += [module] if module else []
-        by_roles.setdefault(roles, []).append(end + f" ({count} blocks)" * (count > 1))
-    parts = [f"{few(names)} ({roles})" for roles, names in by_roles.items()]
+    plain = [block for block in segment.blocks if not block.row.updates]
+    modules, by_roles = list[str](), defaultdict[str, list[str]](list)
+    for block, end in zip(plain, distinct_ends([b.path for b in plain]), strict=True):
+        *outer, _ = block.path.split("/")
+        numbered = (i for i, part in enumerate(outer, 1) if part[-1:].isdigit())
+        modules += filter(None, ["/".join(outer[: next(numbered, None)])])  # blocks/0
+        by_roles[roles_text(block.row.strategy, Detail.ROLES)].append(end)
+    parts = [f"{few(merged_alike(n))} ({roles})" for roles, n in by_roles.items()]
     parts = [few(parts, "; ")] if parts else []
     if updates := [block for block in segment.blocks if block.row.updates]:
         parts.append(" ".join(update_texts(updates)[:2]))
@@ -110,11 +104,10 @@ def _arguments_text(plan: Plan) -> str:
 
 def _variant_texts(plan: Plan) -> Iterator[str]:
     for one in plan.figures.variants if plan.figures else ():
-        this = " (this one)" * one.taken
         how = ", estimated" * (one.step_ms is None or plan.rung == "estimated")
         ms = one.estimated_ms if one.step_ms is None else one.step_ms
         text = f"{ms:.3f} ms{how}" if ms is not None else one.note or "not timed"
-        yield f"variant {one.name}: {text}{this}"
+        yield f"variant {one.name}: {text}" + " (this one)" * one.taken
 
 
 def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
@@ -167,21 +160,25 @@ def explained(plan: Plan, wanted: set[int] | None = None) -> Iterator[Explained]
             title += f"; {segment.time_ms:.3f} ms each, {words.known_how(plan)}"
         yield Explained(
             title=title,
-            blocks=tuple(map(_block, shown)),
+            blocks=tuple(
+                (words.elided(name) + where, about)
+                for name, where, about in merge_neighbours(map(_block, shown))
+            ),
             kind=kinds[segment.indices[0]] if kinds else None,
         )
 
 
-def _block(block: BlockView) -> tuple[str, dict[str, str]]:
+def _block(block: BlockView) -> tuple[str, str, dict[str, str]]:
+    """Returns a block's name, its place, and facts by label."""
     row = block.row
     where = f"  at {block.source}" if block.source else ""
     where += f", {row.repeats} times in one step" if row.repeats > 1 else ""
     moves = "; ".join(map(words.move_text, merged_moves(row.moves)))
-    return words.elided(block.name) + where, {
-        "sharded": block.sharded,
-        "operation": row.op,
-        "collectives": "; ".join([moves or "none", *block.exceptions]),
-    }
+    about = {"sharded": block.sharded, "operation": row.op}
+    if block.arguments:
+        about["arguments"] = few(merged_alike(block.arguments))
+    about["collectives"] = "; ".join([moves or "none", *block.exceptions])
+    return block.name, where, about
 
 
 def facts(plan: Plan) -> Iterator[str]:
@@ -201,7 +198,7 @@ def explain_text(plan: Plan, block: str | None = None) -> str:
         block: part of names, or a pattern of whole ones with ``*``; ignores case.
 
     Raises:
-        CfpError: no block has such a name.
+        CfpError: no block has such a name, or reads such an argument.
     """
     wanted = None if block is None else _wanted(plan, block)
     lines = [words.headline(plan), *(facts(plan) if wanted is None else ())]
@@ -221,7 +218,7 @@ def explain_text(plan: Plan, block: str | None = None) -> str:
 
 
 def _wanted(plan: Plan, block: str) -> set[int]:
-    """Returns indices of blocks by name, else by merged name; CfpError for none."""
+    """Returns indices of blocks by name, else merged name or arguments; or CfpError."""
     sought = block.casefold()
     pattern = sought if "*" in sought else f"*{sought}*"
 
@@ -232,9 +229,10 @@ def _wanted(plan: Plan, block: str) -> set[int]:
     shown = [block for segment in segments_of(plan) for block in segment.blocks]
     found = {row.block for row in plan.rows if is_it(row.name)}
     found = found or {i for one in shown if is_it(one.name) for i in one.members}
+    found = found or {one.block for one in plan.rows if any(map(is_it, one.arguments))}
     if not found:
         names = known_names(block, (printable(words.elided(b.name)) for b in shown))
-        raise CfpError(f"No block has {block!r} in its name. {names}")
+        raise CfpError(f"No block has {block!r} in its name or arguments. {names}")
     return found
 
 
@@ -319,13 +317,10 @@ def _facts(plan: Plan) -> dict[str, str]:
     for name, kind, spec in arguments:
         found[f"type of {name}"] = kind
         found[f"sharding of {name}"] = _code(spec, kind)
-    seen: Counter[str] = Counter()
+    stored = [words.storage_text(plan, i) for i in range(len(plan.segments))]
     for row in plan.rows:
-        seen[row.name] += 1
-        again = f" ({seen[row.name]})" if seen[row.name] > 1 else ""
-        stored = words.storage_text(plan.segments[row.segment], plan.pinned)
-        parts = roles_text(row.strategy, Detail.DIMS), words.parameters_text(stored)
-        found[f"block {row.name}{again}"] = "; ".join(parts)
+        text = words.parameters_text(stored[row.segment])
+        found[f"block {row.name}"] = f"{roles_text(row.strategy, Detail.DIMS)}; {text}"
     for one in merged_moves(move for row in plan.rows for move in row.moves):
         name = f"collective {one.kind} over {','.join(one.axes)}"
         found[name] = format_bytes(one.total_bytes)

@@ -12,7 +12,6 @@ from cfp.cost.described import TAKEN_SHARE, kind_of
 from cfp.plan.parts import (
     VARIANTS_SECONDS,
     MoveFigure,
-    PlanSegment,
     StrategyFigures,
     roles_text,
     shape_of,
@@ -41,15 +40,21 @@ OTHER_DEVICES = "other_devices"
 RESERVE_BYTES, PINNED_BY_FIRST = "reserve_bytes", "pinned_by_first"
 
 
-def storage_text(segment: PlanSegment, pinned: Collection[int] = ()) -> str:
+def storage_text(plan: Plan, index: int) -> str:
     """Describes a segment's storage, pins, kernels and rematerialization."""
-    stored, count = segment.shown_storage, len(segment.parameters)
+    segment, own = plan.segments[index], plan.segments[index].parameters
+    read = {name for row in plan.rows if row.segment == index for name in row.arguments}
+    places = {i for i, name in enumerate(plan.arg_names) if name in read}
+    others = (one for s in plan.segments for one in s.parameters if one not in own)
+    tied = [one for one in others if one.argument in places]
+    modes = [one.storage for one in own or tied]
+    stored = max(dict.fromkeys(modes), key=modes.count, default=None)
     words = STORAGE_WORDS[stored] if stored else "none updated"
-    if given := sum(one.argument in pinned for one in segment.parameters):
+    if given := sum(one.argument in plan.pinned for one in own):
         further = ", update sharded" * (stored is not Storage.USED)
         # Alike segments may have unlike counts: a last one may own a final norm.
-        words = f"pinned{further}" if given == count else f"{words}, {given} pinned"
-    words += ", tied to another segment" if segment.shared else ""
+        words = f"pinned{further}" if given == len(own) else f"{words}, {given} pinned"
+    words += f", {'some ' * bool(own)}tied to another segment" * bool(tied)
     kernels = [kernels_text(segment.kernels)] if segment.kernels else []
     return ", ".join([words, *kernels, *[REMATERIALIZED] * segment.rematerialized])
 

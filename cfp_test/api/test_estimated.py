@@ -267,7 +267,7 @@ def test_what_needs_more_than_predicted_may_be_rematerialized(tmp_path, keeps_ba
     assert any(one.rematerialized for one in made.segments)
     assert made.peak_bytes <= budget and made.predicted_ms > plenty.predicted_ms
     for late in ({"choose": ("sharding", "storage")}, {"seconds": 0.0}):
-        with pytest.raises(cfp.MemoryBudgetError, match="segments: 0 of 4"):
+        with pytest.raises(cfp.MemoryBudgetError, match="Rematerialized: 0 of 4"):
             plan(budget, **late)
     # Whatever was planned before: a smaller budget has more rematerialized.
     smaller = plan(round(0.7 * plenty.peak_bytes), tmp_path / "other", race=True)

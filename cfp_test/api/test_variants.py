@@ -432,7 +432,7 @@ def test_the_error_names_what_needs_least_of_all_that_was_tried(tmp_path):
     assert error.smallest_feasible_bytes == peaks["parts"]
     assert "is enough for the smallest compiled program; budgets between" in first
     size = format_bytes(peaks["whole"], up=True)
-    assert second == f"  This is parts. Others need as much or more: whole {size}."
+    assert second == f"  Variant parts. Others need as much or more: whole {size}."
     assert third.startswith("  That program, compiled ")
     assert third.endswith(" as data_parallel.")
     # What cannot fit by estimate is not compiled.

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.checking.check import Differences, Leaf, brought_together, compare
 from cfp.checking.trial import StepResult, Trial, _metrics
+from cfp.cli.running import check_text
 from cfp.errors import CfpError
 from cfp.program import memory
 
@@ -27,7 +28,7 @@ def trial(*steps: tuple[float, ...], tolerance: float = 1e-5) -> Trial:
                             path="w",
                             relative_l2=off,
                             rounding=rounding,
-                            change=sum(change),
+                            change=sum(change) if change else None,
                             tolerance=tolerance,
                         ),
                         Leaf(path="b", relative_l2=0.0),
@@ -77,6 +78,18 @@ def test_a_result_that_is_one_array_has_a_name():
     assert _metrics((jnp.ones(()),), {}) == {"result[0]": 1.0}
     assert trial((0.0, 0.0)).named("0") == "result[0]"
     assert _metrics({"loss": jnp.ones(())}, {}) == {"loss": 1.0}
+
+
+def test_metrics_are_scalars_also_integers():
+    made = _metrics((jnp.int32(1234567), jnp.bfloat16(0.5), 1j * jnp.ones(())), {})
+    assert made == {"result[0]": 1234567, "result[1]": 0.5}
+    assert isinstance(made["result[0]"], int)
+
+
+def test_state_that_no_step_changes_is_named():
+    still, once = trial((0.0, 0.0, 0.0)), trial((0.0, 0.0, 0.0), (0.0, 0.0, 1.0))
+    text = "Unchanged in all steps, so not checked (more --steps?): w"
+    assert text in check_text(still) and "Unchanged" not in check_text(once)
 
 
 def test_infinities_must_agree_and_hide_nothing():

@@ -79,33 +79,41 @@ def tied():
 def test_a_head_tied_to_an_embedding_says_how_its_parameters_are_stored(tied):
     """They belong to the segment of the embedding."""
     embedding, *_, head = tied.segments
-    assert not head.parameters and head.shared[0] in embedding.parameters
-    assert not head.parameters and head.shown_storage is head.shared[0].storage
-    stored = storage_text(embedding)
-    assert storage_text(head) == f"{stored}, tied to another segment"
+    assert embedding.parameters and not head.parameters
+    stored, last = storage_text(tied, 0), len(tied.segments) - 1
+    assert storage_text(tied, last) == f"{stored}, tied to another segment"
     assert cfp.Plan.from_json(json.loads(tied.to_json())).segments == tied.segments
-    assert storage_text(replace(head, shared=())) == "none updated"
+    assert storage_text(replace(tied, rows=()), last) == "none updated"
     assert parameters_text("none updated") == "no parameters updated"
     assert parameters_text(stored) == f"parameters {stored}"
     positions = [one.argument for one in embedding.parameters]
-    text = storage_text(embedding, positions[:1])
+    text = storage_text(replace(tied, pinned=tuple(positions[:1])), 0)
     assert text == f"{stored}, 1 pinned"
-    assert storage_text(embedding, positions) == "pinned, update sharded"
+    every = replace(tied, pinned=tuple(positions))
+    assert storage_text(every, 0) == "pinned, update sharded"
 
 
-@pytest.mark.parametrize("damage", ["stored otherwise", "twice", "unknown", "own too"])
-def test_what_a_segment_shares_is_as_its_owner_has_it(tied, damage):
-    data = json.loads(tied.to_json())
-    embedding, *_, head = data["segments"]
-    shared = head["shared"]
-    if damage == "stored otherwise":
-        shared[0]["storage"] = "used"
-    elif damage == "twice":
-        shared.append(shared[0])
-    elif damage == "unknown":
-        own = [one["argument"] for s in data["segments"] for one in s["parameters"]]
-        shared[0]["argument"] = min({*range(len(data["arg_names"]))} - {*own})
-    else:
-        embedding["shared"] = [data["segments"][1]["parameters"][0]]
-    with pytest.raises(cfp.PlanMismatch, match="damaged plan, in segments"):
-        cfp.Plan.from_json(data)
+def test_a_lookup_in_the_cast_of_a_tied_table_reads_the_table():
+    """Beside parameters of its own; one cast, of the head's block, serves both."""
+
+    def step(params, x):
+        def loss(params):
+            table = params["table"].astype(jnp.bfloat16)
+            found = table[x] + params["shift"].astype(jnp.bfloat16)
+            for weight in params["weights"]:
+                found = jnp.tanh(found @ weight.astype(jnp.bfloat16))
+            return (found @ table.T).astype(jnp.float32).var()
+
+        grads = jax.grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads)
+
+    params = {"table": jnp.ones((512, 64)), "shift": jnp.ones((16, 64))}
+    params["weights"] = [jnp.ones((64, 64))] * 3
+    tokens = jax.ShapeDtypeStruct((8, 16), "int32")
+    how = {"mesh": cfp.described("4xh100"), "preset": "data_parallel", "quiet": True}
+    plan = cfp.plan(step, params, tokens, **how)
+    lookup, *_, head = plan.rows
+    assert lookup.name == "table#1" and head.name == "table#2"
+    assert lookup.arguments == ("params/shift", "params/table", "x")
+    assert storage_text(plan, lookup.segment) == "as used, some tied to another segment"
+    assert storage_text(plan, head.segment) == "as used"

@@ -12,7 +12,7 @@ from cfp.analysis.layout import Storage
 from cfp.errors import CfpError
 from cfp.plan.parts import AlikeBlocks, Role, StrategyFigures
 from cfp.plan.plan import Plan
-from cfp.printable import USUAL_COLUMNS, distinct_ends
+from cfp.printable import USUAL_COLUMNS, distinct_ends, numbered
 from cfp.settings import ConstraintLevel
 from cfp.view.rows import chosen_text
 from cfp.view.text import diff_data, diff_text, explain_text, page_html
@@ -251,6 +251,12 @@ def test_one_block_is_found_by_a_part_of_its_name_or_a_pattern():
     assert "|* | zero1" in every and "10.500" in every
 
 
+def test_a_block_is_found_by_an_argument_that_it_reads():
+    rows = [row(i, i, "net", arguments=(f"net/{n}/w",)) for i, n in enumerate("ab")]
+    text = explain_text(make_plan(rows, RACE), "net/B/")
+    assert "    arguments: net/b/w\n" in text and "net/a/w" not in text
+
+
 def test_a_block_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(CfpError, match=r"No block .*There are: Net/layer_0-95/up"):
         explain_text(DEEP, "Net/layer_111/up")
@@ -268,11 +274,14 @@ def test_a_block_that_is_not_there_is_refused_with_those_that_are():
             ["B_0/Dense_0", "B_1/Dense_0", "Dense_1"],
         ),
         (["kernel", "a/kernel"], ["kernel", "a/kernel"]),
-        (["a/b", "a/b", "c"], ["b", "b (2)", "c"]),
     ],
 )
 def test_ends_of_names_tell_blocks_apart(names, ends):
     assert distinct_ends(names) == ends
+
+
+def test_equal_names_have_numbers():
+    assert numbered(["a/b", "c", "a/b"]) == ["a/b#1", "c", "a/b#2"]
 
 
 def test_a_short_text_names_each_block():

@@ -131,6 +131,16 @@ SHORT = {
     "segments named below params": named("params/blocks/{}/mlp/up"),
     "segments named by numbers": named("blocks/{}/up"),
     "segments named by layers": named("params/layer_{}/up"),
+    "segments of one module": make_plan(
+        [row(i, i, f"params/{name}/weight") for i, name in enumerate(("embed", "head"))]
+        + [row(2, 2, "norm"), row(3, 3, "norm/scale")],
+        RACE,
+    ),
+    "blocks of one name": make_plan(
+        [row(0, 0, f"Net/square#{1 + i}", block=i) for i in range(3)]
+        + [row(1, 1, "Net/square#4", block=3)],
+        RACE,
+    ),
     "options of the winner alone": raced(
         QUICK, OWN, DATA, winner=QUICK.name, options={"large": "1"}
     ),

@@ -211,7 +211,7 @@ class ParallelStep:
     def _as_saved(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], now: Hashable
     ) -> _Planned | None:
-        """Binds and compiles the saved plan for a call; None without a saved plan."""
+        """Binds and compiles `plan=`, or CFP_PLAN's file, for a call; None if none."""
         path, saved = os.environ.get(PLAN_VARIABLE), self._given
         if saved is None and path:
             saved = Plan.load(path)

@@ -451,7 +451,7 @@ def search_as_compiled(
     """Searches with temporary memory scaled by compiled-to-predicted ratios.
 
     Uses the median and the largest ratio, and may rematerialize further segments.
-    Returns None if that adds neither candidates nor options of segments.
+    Returns None without a search, or if it adds neither candidates nor options.
     """
     problem, rates = solution.problem, solution.rates
     if problem is None or rates is None:

@@ -108,7 +108,7 @@ def join(
 ) -> None:
     """Joins the processes of a program; call it before any use of devices.
 
-    Calls ``jax.distributed.initialize`` with deadlines of less than a minute, and
+    Calls ``jax.distributed.initialize`` with deadlines, by default below a minute, and
     raises clear errors. Missing arguments come from the environment
     (``CFP_COORDINATOR``, ``CFP_PROCESSES``, ``CFP_PROCESS_ID``). Without these, JAX
     finds the values under Slurm, Open MPI and Kubernetes.

@@ -102,9 +102,9 @@ def resolve(
         return _function_target(f"{text}:", options, tuple(donate), tuple(static))
     if text not in models.MODELS:
         close = difflib.get_close_matches(text, models.MODELS, 1)
-        attempt = close[0] if close else f"{text.removesuffix('.py')}.py:function"
+        hint = f" Did you mean {close[0]}?" if close else ""
         raise CfpError(
-            f"There is no target {text!r}. Did you mean {attempt}? Targets are "
+            f"There is no target {text!r}.{hint} Targets are "
             f"models ({', '.join(models.MODELS)}), file.py:function and "
             "package.module:function."
         )

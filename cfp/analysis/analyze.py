@@ -616,7 +616,7 @@ def _source(
 
 
 def _transposed(dims: list[int], transposes: list[Op]) -> list[int]:
-    """Returns the dims' places after the transposes, which are listed last first."""
+    """Returns a set of dims after transposes (listed last first), in rising order."""
     for op in reversed(transposes):
         dims = [n for n, dim in enumerate(op.integers("permutation")) if dim in dims]
     return dims

@@ -443,7 +443,7 @@ def profile(ctx: typer.Context, given: Any) -> Answer | None:
     *("donate", "static", "quiet"),
 )
 def search(ctx: typer.Context, given: Any) -> Answer:
-    """Find the fastest plan from the measurements of cfp profile, then race it.
+    """Find fast plans from the measurements of cfp profile, then race them.
 
     Example: cfp search gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --workdir work
     """
@@ -481,7 +481,7 @@ def search_stored(
             raise CfpError(
                 f"{len(missing)} of {len(wanted)} measurements are missing, first "
                 f"{missing[0].label!r}.\nRun cfp profile first, with the same target "
-                "and options; or cfp plan, on virtual CPU devices with --measure."
+                "and options, or cfp plan (with --measure on virtual CPU devices)."
             )
     # If nothing fits, no further presets are measured.
     profiles = replace(profiles, has_all_presets=True)

@@ -420,7 +420,7 @@ class Curves(_Table):
 
     @property
     def times(self) -> Mapping[str, Curve]:
-        """Curves by kind of collective, such as "all-reduce"; times never fall."""
+        """Curves by kind, such as "all-reduce"; raised so that times never fall."""
         values = self.model_dump(by_alias=True)
         return {k: rising((int(size), ms) for size, ms in values[k]) for k in KINDS}
 

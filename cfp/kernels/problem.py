@@ -335,7 +335,7 @@ class AttentionStrategy:
         """Makes a strategy from {axis: role}, None (no roles), or the only axis's role.
 
         Raises:
-          CfpError: an axis or role is unknown, or a lone role's mesh has not one axis.
+          CfpError: an axis or role is unknown, or one role has a mesh of several axes.
         """
         if isinstance(given, str):
             given = dict.fromkeys(sizes, given) if len(sizes) == 1 else {"": given}

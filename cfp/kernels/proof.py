@@ -200,7 +200,7 @@ def _table(core: Core) -> Table:
     if not (is_alike[~is_hidden].all() and np.all(abs(constants[~is_hidden]) < 1e-5)):
         raise Different(_ANOTHER)
     if not is_alike[passes].all():
-        raise Different("masked scores are computed in another way than others")
+        raise Different("hidden scores are scaled in another way than visible ones")
     adds = is_hidden & passes & (constants + 1e5 * first[0] != constants)
 
     def some(chosen: Any) -> tuple[States, ...]:

@@ -382,7 +382,7 @@ class Region:
     # -- a closed list of ops ----------------------------------------------------------
 
     def is_closed(self, op: Op) -> bool:
-        """True if an op is in the closed list of those between contractions."""
+        """True if attention may have the op, with its values, between contractions."""
         program = self.program
         dtypes = {program.values[v].dtype for v in op.results}
         if op.rule is None or not dtypes <= FLOATS:

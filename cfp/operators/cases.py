@@ -171,7 +171,7 @@ def program(
 
 
 def oracle_program(operator: Operator, *, backward: bool = True) -> Program:
-    """Returns `program` of the oracle, which computes in float32."""
+    """Returns the function to run of the oracle, which computes in float32."""
     inner = program(operator, operator.oracle, backward=backward)
 
     def run(args: Sequence[Array], cotangent: Array) -> dict[str, Array]:

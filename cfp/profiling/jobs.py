@@ -76,7 +76,7 @@ class Measurer:
         return time.monotonic() > self.end
 
     def look_up(self, jobs: Iterable[Job]) -> dict[str, ProfileRecord]:
-        """Returns the store's records by key; if `measure`, no failures to retry."""
+        """Returns stored records by key; `measure` leaves out failures to retry."""
         options = self.options if self.measure else MeasureOptions()
         found = options.known(self.store, {job.key.digest for job in jobs})
         self.known |= found.keys() - self._measured

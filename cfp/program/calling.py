@@ -80,8 +80,8 @@ def check_hashable(key: int | str, value: Any) -> None:
     except TypeError as error:
         raise StepNotTraceable(
             f"Static argument {key!r} is a {type(value).__name__}, which cannot be "
-            "hashed, so that calls with different values look alike. Pass a "
-            "tuple or a frozen dataclass."
+            "hashed, so cfp could not tell calls with different values apart. Pass "
+            "a tuple or a frozen dataclass."
         ) from error
 
 

@@ -138,7 +138,7 @@ def _key_of_build(one: RaceProgram) -> ProfileKey:
 def build_each(
     builder: Builder, programs: Sequence[RaceProgram], in_flight: InFlight
 ) -> tuple[dict[str, Built], dict[str, ProfileRecord]]:
-    """Builds programs that `built` lacks, side by side; after the deadline at most one.
+    """Builds programs that `built` lacks, side by side; none if late and one is built.
 
     Returns:
         ``{key: compiled program}`` of programs that fit, and ``{key: record}`` of

@@ -28,7 +28,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, get_mesh
 
 from cfp.context import DetailedSettings, PlanContext, PlannerSettings, dimensions_of
 from cfp.cost.described import DescribedMesh
@@ -136,9 +136,9 @@ def plan(
         args, kwargs: arguments of the step, as arrays or ``jax.ShapeDtypeStruct`` s.
             Planning does not overwrite them.
         mesh: the devices; measuring assumes that all of their memory is free. By
-            default all devices, in the fastest mesh of one or two axes (of one, with a
-            preset or if ``choose`` leaves out meshes). A :func:`cfp.described` mesh
-            gives an estimated plan, and nothing runs; ``plan.on(mesh)`` uses it later.
+            default that of ``jax.set_mesh``, else all devices, in the fastest mesh of
+            one or two axes (of one, with a preset or if ``choose`` leaves out meshes).
+            A :func:`cfp.described` mesh gives an estimate; ``plan.on(mesh)`` runs it.
             An `AbstractMesh` plans on a Ray cluster, with ``PlannerSettings(ray=...)``.
         quiet: True shows no progress; warnings stay. By default a terminal shows
             progress, and other outputs get a line on standard error every 30 s.
@@ -201,6 +201,8 @@ def plan(
             "cfp.described(...) to plan for devices that are not here."
         )
     most_axes = 2 if Dimension.MESH in how.dimensions and preset is None else 1
+    around = get_mesh()  # Of `jax.set_mesh`.
+    mesh = around if mesh is None and not around.empty else mesh
     meshes = all_meshes(most_axes) if mesh is None else {"": mesh}
     variants = [
         Variant(name=name, fn=fn, args=args, kwargs=kwargs, mesh=one)
@@ -208,8 +210,7 @@ def plan(
     ]
     found = find_fastest(run_passes, variants, options, quiet=quiet).plan
     given = {n.partition("/")[0] for n in compress(found.arg_names, found.donated)}
-    every = ((one.split("/")[0].split()[0], one) for one in found.uneven)
-    if whole := [one for argument, one in every if argument not in given]:
+    if whole := [x for x in found.uneven if x.split("/")[0].split()[0] not in given]:
         other = words.other_batches(found) or ["a size that it divides"]
         warn(
             f"The mesh does not divide {few(whole, most=8)}: it is stored whole, and "

@@ -59,8 +59,7 @@ def parallelize(
 
     Args:
         fn: the step, the only argument by position.
-        mesh: the devices; by default all devices, as for :func:`plan`. With a plan, by
-            default the plan's devices, else as many of the first as it needs.
+        mesh: the devices; by default a plan's, or those that :func:`plan` takes.
         plan: a plan or its file, used without planning. By default the environment
             variable ``CFP_PLAN`` names the file. The donated arguments are the plan's.
         quiet: True shows no progress; warnings stay. By default a terminal shows

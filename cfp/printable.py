@@ -167,8 +167,8 @@ def parse_bytes(text: int | float | str | None) -> int | None:
     least = _LEAST_WRITTEN if isinstance(text, str) else _LEAST_NUMBER
     if not (number := str(text).strip())[-1].isalpha() and amount < least:
         raise CfpError(
-            f"An amount of memory without a unit is in bytes, and {number} bytes are "
-            f"too few. Write {number}GiB or {number}MiB, or {number}B for bytes."
+            f"An amount of memory without a unit is in bytes, and {number} is too few "
+            f"for a plan. Write {number}GiB or {number}MiB, or {number}B for bytes."
         )
     return int(amount)
 

@@ -130,9 +130,11 @@ def test_results_have_the_axis_types_of_the_callers_mesh(preset, mesh, tmp_path)
 
     x = np.ones((8, 16), np.float32)
     with jax.set_mesh(mesh):
+        given = mesh if preset else None  # By default that of set_mesh.
         plan = cfp.plan(
-            step, jax.eval_shape(init), x, mesh=mesh, preset=preset, cache_dir=tmp_path
+            step, jax.eval_shape(init), x, mesh=given, preset=preset, cache_dir=tmp_path
         )
+        assert dict(plan.mesh_axes) == dict(mesh.shape)
         run = plan.apply(step)
         weights = plan.init(init)
         batch = plan.place(x, "x")

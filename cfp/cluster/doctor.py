@@ -165,7 +165,7 @@ def folders() -> str:
 
 
 def driver() -> str | None:
-    """Checks that NVIDIA's driver lists GPUs, and is new enough for JAX's plugin."""
+    """Describes NVIDIA's driver, None without one; fails if JAX cannot use it."""
     if not shows_nvidia():
         return None
     if not (rows := _gpus()):

@@ -72,7 +72,7 @@ class Mask:
 
     @property
     def by_position(self) -> bool:
-        """True if a condition depends on positions."""
+        """True if `causal`, `left`, `right` or `keys` limits what a query sees."""
         bounds = (self.left, self.right, self.keys)
         return self.causal or any(bound is not None for bound in bounds)
 

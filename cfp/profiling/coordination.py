@@ -83,7 +83,7 @@ class Coordination:
         return self.channel.process == 0
 
     def say(self, job: str, *arguments: Any) -> Said:
-        """Sends a job with its arguments to all followers; returns the job's number."""
+        """Sends a job to followers, which keep its program while the result lives."""
         with self._lock:
             self.number += 1
             self._alive.add(said := Said(self.number))

@@ -168,7 +168,7 @@ class Alarm:
 
 
 def guarded(closed: ClosedJaxpr, alarm: Alarm) -> ClosedJaxpr:
-    """Returns a traced step whose host callbacks are guarded by an alarm."""
+    """Returns the step; callbacks that raise return zeros, and tell `alarm`."""
 
     def guard(eqn: JaxprEqn) -> JaxprEqn:
         called = eqn.params.get(_NAME)

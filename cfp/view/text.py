@@ -305,7 +305,7 @@ def diff_text(
 
 
 def _facts(plan: Plan) -> dict[str, str]:
-    """Maps facts' names to texts, for comparisons; none on the store's records."""
+    """Maps facts' names to texts, for comparisons; without those on the store alone."""
     found = {"plan": plan.winner, "memory": words.memory_text(plan)}
     times = {"measured": plan.measured_ms}
     times[f"predicted {words.basis_text(plan)}"] = plan.predicted_ms

@@ -28,7 +28,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh, get_mesh
+from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh, get_mesh
 
 from cfp.context import DetailedSettings, PlanContext, PlannerSettings, dimensions_of
 from cfp.cost.described import DescribedMesh
@@ -201,8 +201,8 @@ def plan(
             "cfp.described(...) to plan for devices that are not here."
         )
     most_axes = 2 if Dimension.MESH in how.dimensions and preset is None else 1
-    around = get_mesh()  # Of `jax.set_mesh`.
-    mesh = around if mesh is None and not around.empty else mesh
+    if mesh is None and not get_abstract_mesh().empty:
+        mesh = get_mesh()  # Of `jax.set_mesh`.
     meshes = all_meshes(most_axes) if mesh is None else {"": mesh}
     variants = [
         Variant(name=name, fn=fn, args=args, kwargs=kwargs, mesh=one)

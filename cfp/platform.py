@@ -307,7 +307,7 @@ def _select(platform: str, count: int) -> None:
 def flags_for_devices(count: int) -> str:
     """Returns the text of ``XLA_FLAGS`` changed to a number of virtual devices."""
     flags = os.environ.get("XLA_FLAGS", "").split()
-    kept = [flag for flag in flags if not flag.startswith((_COUNT_FLAG, _WAIT_FLAG))]
+    kept = [x for x in flags if not x.startswith(_COUNT_FLAG) and x != _WAIT_FLAG]
     return " ".join([_WAIT_FLAG, *kept, f"{_COUNT_FLAG}={count}"])
 
 

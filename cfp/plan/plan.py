@@ -273,8 +273,8 @@ class Plan:
         plan = replace(plan, mesh=plan._on_mesh())
         start_devices(plan._on_mesh().local_devices)
         step, now = typed_as_returned(step), trace_context_key()
-        if self.step is not None and (step, now) == (self.step, self.traced_under):
-            step = self.step  # It is traced already.
+        if not step.static and (step, now) == (self.step, self.traced_under):
+            step = self.step or step  # It is traced already.
         out_tree = tree_structure(step.traced.out_info)
         plan = replace(plan, step=step, out_tree=out_tree, traced_under=now)
         plan._shardings()  # Raises if the results are others.

@@ -36,6 +36,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Var
 from jax.tree_util import (
+    SequenceKey,
     all_leaves,
     keystr,
     register_static,
@@ -220,10 +221,11 @@ def changed(
 
 
 def _named(tree: Any) -> list[tuple[Any, set[str]]]:
-    """Returns (leaf, keys of its path) pairs; keys without positions."""
-    keys = partial(keystr, simple=True, separator="/")
-    pairs = tree_flatten_with_path(tree)[0]
-    return [(leaf, {*re.findall(r"[^/]*[^/\d][^/]*", keys(at))}) for at, leaf in pairs]
+    """Returns (leaf, keys of its path) pairs; no positions in tuples and lists."""
+    return [
+        (leaf, {keystr((k,), simple=True) for k in at if type(k) is not SequenceKey})
+        for at, leaf in tree_flatten_with_path(tree)[0]
+    ]
 
 
 def leaves_of_modules(passed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -242,10 +244,8 @@ def lost_changes(
 ) -> list[str]:
     """Returns paths of values that a step sets in place and does not return.
 
-    A value that equals the given one is not lost.
-
-    Args:
-        run: the step over flat leaves; returns (results, {path: (given, new value)}).
+    A value that equals the given one is not lost. `run` is the step over flat leaves;
+    it returns (results, {path: (given, new value)}).
     """
 
     def flat(*leaves: Any) -> dict[str, Any]:

@@ -614,6 +614,14 @@ def test_a_plan_refuses_another_static_value(quick):
         step(X, "plain")
 
 
+def test_equal_static_values_of_other_types_are_other_values(quick):
+    def typed(x, k):
+        return x * (5.0 if isinstance(k, int) else 7.0)
+
+    bound = quick(typed, X, 1, static_argnums=1).bind(typed, X, 1)
+    np.testing.assert_allclose(bound.apply(typed)(X, 1.0), X * 7)
+
+
 def test_a_static_argument_may_be_left_out(quick):
     """The call then has the default, as if it were passed."""
     for planned in ((X,), (X, "gram")):

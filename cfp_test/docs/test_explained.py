@@ -98,6 +98,8 @@ def test_virtual_devices_that_do_not_meet(monkeypatch):
     limit = "--xla_cpu_collective_call_terminate_timeout_seconds"
     monkeypatch.delenv("XLA_FLAGS")
     assert f"{limit}=600" in flags_for_devices(2)
+    monkeypatch.setenv("XLA_FLAGS", f"{limit}=6000")
+    assert f"{limit}=600 {limit}=6000 " in flags_for_devices(2)
     monkeypatch.setenv("XLA_FLAGS", f"{limit}=1")
     flags = flags_for_devices(2)
     ended = subprocess.run(

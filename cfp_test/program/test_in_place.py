@@ -147,6 +147,34 @@ def test_a_change_that_feeds_a_result_must_be_returned(update, wrap):
     assert accepted(wrap(returned), *args)
 
 
+@jax.tree_util.register_pytree_node_class
+class Plain:
+    """Mutable, with an unnamed child."""
+
+    def __init__(self, m):
+        self.m = m
+
+    def tree_flatten(self):
+        return (self.m,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_children_without_names_are_returned_by_their_place():
+    def returned(net, x):
+        net.m = net.m + x.mean()
+        return [net], net.m.sum()
+
+    def bare(net, x):
+        net.m = net.m + x.mean()
+        return [net.m], net.m.sum()
+
+    assert accepted(returned, Plain(jnp.ones(8)), X)
+    assert "'bare' changes net/0 in place" in refused(bare, Plain(jnp.ones(8)), X)
+
+
 def test_modules_or_their_arrays_may_be_returned():
     def whole(net, optimizer, x):
         loss = update(net, optimizer, x)

@@ -207,8 +207,7 @@ def changed(
     """Returns {path: (given, new)} of arrays set in place and not returned.
 
     `before` is {path: leaf}, `passed` is {name: argument}; see `leaves_of_modules`.
-    A leaf of `result` returns an array if their paths share a name: a bare array is
-    a result of the step, such as a metric, and updates no module.
+    A result returns an array if their paths share a name: a bare metric does not.
     """
     returned = {(id(leaf), key) for leaf, keys in _named(result) for key in keys}
     return {
@@ -242,10 +241,9 @@ def leaves_of_modules(passed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def lost_changes(
     run: Callable[..., tuple[Any, Mapping[str, tuple[Any, Any]]]], avals: Sequence[Any]
 ) -> list[str]:
-    """Returns paths of values that a step sets in place and does not return.
+    """Returns paths of changed values that a step sets in place and does not return.
 
-    A value that equals the given one is not lost. `run` is the step over flat leaves;
-    it returns (results, {path: (given, new value)}).
+    `run` maps flat leaves to (results, {path: (given, new value)}).
     """
 
     def flat(*leaves: Any) -> dict[str, Any]:

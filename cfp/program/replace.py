@@ -88,8 +88,7 @@ class Sites(Generic[_Site]):
 
     def reason(self, op: int) -> str:
         """Returns why an op is in `left_alone`; "there is none" if it is not there."""
-        reasons = {one.op: one.reason for one in self.left_alone}
-        return reasons.get(op, "there is none")
+        return next((x.reason for x in self.left_alone if x.op == op), "there is none")
 
 
 class Functions(Protocol):

@@ -85,8 +85,7 @@ def widened(
         perturbed: see `widen`.
     """
     text = lowering.text
-    platforms = {one.platform for ins in in_shardings for one in ins.device_set}
-    precise = platforms != {"cpu"}
+    precise = _platforms(in_shardings) != {"cpu"}
     narrow = widen(lowering.module, precise=precise, perturbed=perturbed)
     # JAX has types of arguments and results beside the module. So a function with wide
     # types is lowered, and gets the module. Both have the same host callbacks, in the
@@ -97,6 +96,10 @@ def widened(
     wide_text = lowering.text
     double = bool(_DOUBLE.search(wide_text)) and not _SINGLE.search(wide_text)
     return Widened(wide, outer, narrow, double, unchanged=wide_text == text)
+
+
+def _platforms(shardings: Sequence[NamedSharding]) -> set[str]:
+    return {device.platform for one in shardings for device in one.device_set}
 
 
 def wide_dtype(dtype: Any) -> Any:

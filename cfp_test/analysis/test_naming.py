@@ -60,7 +60,8 @@ def test_plain_functions_are_named_by_their_parameters():
         "head"
     ]
     ends = [name.split(" ")[1] for name in names if ":" in name]
-    assert ends == ["bsd,btd->bst", "dot_general"] * 2
+    products = ("bsd,btd->bst", "dot_general")
+    assert ends == [f"{name}#{layer}" for layer in (1, 2) for name in products]
 
 
 def test_stacked_layers_in_a_scan():

@@ -91,7 +91,7 @@ def test_steps_are_checked(name, donate, leaves, tmp_path, monkeypatch):
     for step in trial.steps:
         # Of arrays alone, and each of them was changed by the step.
         assert len(step.comparison) == leaves
-        changed = [leaf for leaf in step.comparison if leaf.change > 0]
+        changed = [leaf for leaf in step.comparison if (leaf.change or 0) > 0]
         assert len(changed) >= 4
 
 

@@ -12,7 +12,7 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec, get_mesh
 
 from cfp.api import OPTIONS
 from cfp.api import plan as plan_anew
@@ -303,10 +303,14 @@ class ParallelStep:
             return _Planned(now, found, found.compile_bound(tell))
 
     def _find(self, step: FlatStep, find: Callable[..., Plan], options: dict) -> Plan:
-        """Plans a step; later ones keep the first's mesh, and shardings if possible."""
-        if not self.plans:
+        """Plans a step; later ones keep the first's mesh, and shardings if possible.
+
+        Under ``jax.set_mesh`` of other devices, a later plan is a first one.
+        """
+        first, names = self.plans[0] if self.plans else None, step.arg_names
+        here = None if get_mesh().empty else {*get_mesh().devices.flat}
+        if first is None or here not in (None, {*first.mesh.devices.flat}):
             return find(mesh=self._mesh, **options)
-        first, names = self.plans[0], step.arg_names
         now = {*zip(names, map(type_text, step.avals), strict=True)}
         leaves = zip(first.arg_names, first.arg_types, first.arg_specs, strict=True)
         pins = {

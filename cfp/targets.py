@@ -43,7 +43,6 @@ def tiny():
     shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     return train_step, (shape, shape)"""
 
-MICROBATCHES = ModelOption(name="microbatches", type=int, default=1, doc="parts")
 _TYPES = {kind.__name__: kind for kind in (bool, int, float, str)}
 
 MakeArgs = Callable[[Sequence[Any], int], tuple[Any, ...]]
@@ -154,6 +153,8 @@ def parse_options(
         option = known.get(flag)
         if option is None:
             how = " Parameters of the function are its options." * (":" in target)
+            if not flag.startswith("-"):
+                how = " Several values of an option are joined by commas, as in 0,1."
             raise CfpError(
                 f"{target} has no option {flag}, and neither has the command. "
                 f"{known_names(flag, known)}{how}"

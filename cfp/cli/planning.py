@@ -50,7 +50,7 @@ from cfp.profiling.record import environment_parts, other_kind
 from cfp.profiling.store import ProfileStore, read_export, store_path
 from cfp.profiling.tasks import MeasureOptions
 from cfp.settings import Dimension
-from cfp.targets import MICROBATCHES, Target, resolve
+from cfp.targets import Target, resolve
 from cfp.view import passes
 from cfp.view.console import Display, print_view
 
@@ -86,7 +86,7 @@ def variants_of(ctx: typer.Context) -> dict[str, Any]:
     def find(count: int | None) -> Target:
         return resolve(
             given["target"],
-            [*ctx.args, *([f"{MICROBATCHES.flag}={count}"] if count else [])],
+            [*ctx.args, *([f"{_MICROBATCHES}={count}"] if count else [])],
             donate=given["donate"] or (),
             static=given["static"] or (),
         )
@@ -116,7 +116,7 @@ def variants_of(ctx: typer.Context) -> dict[str, Any]:
         return Variant(name=name, fn=target.step, args=target.args, mesh=mesh)
 
     def leaner() -> Iterator[Variant]:
-        asked = MICROBATCHES.flag in (word.partition("=")[0] for word in ctx.args)
+        asked = _MICROBATCHES in (word.partition("=")[0] for word in ctx.args)
         if asked or counts != [None] or Dimension.MICROBATCHES not in chosen:
             return
         for count in _MORE_MICROBATCHES:
@@ -136,6 +136,7 @@ def variants_of(ctx: typer.Context) -> dict[str, Any]:
 
 # Options that name variants, each with its kind of choice.
 _VARIED = {"mesh_shapes": Dimension.MESH, "microbatches": Dimension.MICROBATCHES}
+_MICROBATCHES = "--microbatches"
 # Numbers of microbatches to try if nothing fits otherwise.
 _MORE_MICROBATCHES = (2, 4, 8)
 

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, get_mesh
 from jax.tree_util import (
     keystr,
     tree_flatten,
@@ -153,10 +153,11 @@ def check_devices(
 
 
 def mesh_here(axes: Axes, environment: Mapping[str, str], draws: bool = False) -> Mesh:
-    """Makes a plan's mesh of JAX's first devices; raises as `check_devices`."""
+    """Makes a plan's mesh of `jax.set_mesh`'s or the first devices, once checked."""
     names = tuple(name for name, _ in axes)
     shape = tuple(size for _, size in axes)
-    devices = jax.devices()[: prod(shape)]
+    around = get_mesh()
+    devices = jax.devices()[: prod(shape)] if around.empty else [*around.devices.flat]
     check_devices(axes, environment, devices, draws)
     explicit = environment.get("explicit_axes", "").split(",")
     kinds = tuple(

@@ -233,7 +233,7 @@ class Plan:
         Args:
             fn: the planned step.
             args, kwargs: arrays or ``jax.ShapeDtypeStruct`` s of the planned types.
-            mesh: the devices; by default the plan's, else the first devices.
+            mesh: the devices; by default the plan's, ``jax.set_mesh``'s, or the first.
             quiet: has no effect; accepted as by :func:`cfp.plan`.
             static_argnums, static_argnames, donate_argnums, donate_argnames: as for
                 :func:`cfp.plan`; must agree with the plan.

@@ -24,7 +24,6 @@ from weakref import ref
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import tree_structure, treedef_is_leaf
 
@@ -248,11 +247,6 @@ class Dispatch:
     def _placed(self, i: int, leaves: Sequence[Any]) -> jax.Array:
         leaf, names, aval = leaves[i], self._step.arg_names, self._step.avals[i]
         is_array = isinstance(leaf, jax.Array)
-        if isinstance(leaf, Tracer):
-            raise PlanMismatch(
-                "A planned step is compiled already, and cannot be called inside "
-                "jax.jit, jax.grad or the like. Plan the outer function instead."
-            )
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise PlanMismatch(
                 f"Argument {names[i]!r} is a ShapeDtypeStruct. Call steps with arrays."

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import (
     SequenceKey,
@@ -586,8 +587,14 @@ def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
     """Returns shape, JAX's dtype and weak type of an array, number or shape.
 
     Raises:
-        StepNotTraceable: the leaf is another object, a jax.Ref, or an array of text.
+        StepNotTraceable: the leaf is a tracer, a jax.Ref, an array of text, or another
+            object.
     """
+    if isinstance(leaf, Tracer):
+        raise StepNotTraceable(
+            "A step is planned and compiled as a whole, and cannot be called inside "
+            "jax.jit, jax.grad or the like. Plan the outer function instead."
+        )
     if isinstance(leaf, jax.Ref):
         raise StepNotTraceable(
             f"Argument {name!r} is a jax.Ref. Pass the array in it (ref[...]), make "

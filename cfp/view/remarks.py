@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from math import prod
 
-from cfp.plan.parts import UNPLANNED, Figures, LeftFigures, Role
+from cfp.plan.parts import UNPLANNED, Figures, Role
 from cfp.plan.plan import Plan
 from cfp.printable import counted, few, format_bytes, merged_alike
 from cfp.program.trace import find_precision
@@ -153,17 +153,13 @@ def _left(has_kernel: bool) -> Callable[[Plan], Values]:
         texts = defaultdict[str, list[str]](list)
         for one in some:
             if bool(one.kernel) == has_kernel:
-                texts[one.kind].append(_left_text(one))
+                by = f"by {one.kernel}: " if one.kernel else ""
+                at = f"{one.count} at {one.source}" if one.count > 1 else one.source
+                texts[one.kind] += [f"{by}{one.reason}" + f" ({at})" * bool(at)]
         said = "not" if has_kernel else "as written:"
         return "; ".join(f"{kind} {said} {few(of, '; ')}" for kind, of in texts.items())
 
     return values
-
-
-def _left_text(one: LeftFigures) -> str:
-    by = f"by {one.kernel}: " if one.kernel else ""
-    at = f"{one.count} at {one.source}" if one.count > 1 else one.source
-    return f"{by}{one.reason}" + f" ({at})" * bool(one.source)
 
 
 def _count(name: str, one: str, many: str) -> Callable[[Plan], Values]:

@@ -118,11 +118,6 @@ def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
     return sheet(border, words.headline(plan), tables, lines)
 
 
-def plan_text(plan: Plan, width: int | None = None) -> str:
-    """Renders `plan_view` as plain text with ASCII borders, for files and pipes."""
-    return plain_text(plan_view(plan, border=box.ASCII), width)
-
-
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Prints a plan; see `print_view`."""
     print_view(lambda border: plan_view(plan, border=border), console)

@@ -765,8 +765,10 @@ def test_arrays_without_elements(quick):
 
 def test_a_planned_step_is_not_traced_again(quick):
     made = quick(scaled, X)
-    with pytest.raises(cfp.PlanMismatch, match="Plan the outer function"):
+    with pytest.raises(cfp.StepNotTraceable, match="Plan the outer function"):
         jax.jit(made.apply(scaled))(X)
+    with pytest.raises(cfp.StepNotTraceable, match="Plan the outer function"):
+        jax.grad(lambda x: cfp.parallelize(scaled)(x).sum())(X)
 
 
 @pytest.mark.smoke

@@ -27,9 +27,9 @@ from cfp.race.programs import TOO_LATE
 from cfp.settings import ConstraintLevel
 from cfp.targets import resolve
 from cfp.view.remarks import remarks
-from cfp.view.text import plan_text
 from cfp.view.words import VERIFIED, headline
 from cfp_test.api.updown import SHAPES, arguments, step
+from cfp_test.support.golden import plan_text
 
 WEIGHTS = sum(4 * rows * columns for rows, columns in SHAPES.values())
 

@@ -167,6 +167,7 @@ BAD = (
     (f"{FILE}:no_step", []),
     (f"{FILE}:raising", []),
     (f"{FILE}:toy", ["--layers", "2"]),
+    (f"{FILE}:toy", ["1"]),
     (f"{FILE}:toy", ["--microbatches", "2"]),
     (f"{FILE}:in_parts", ["--layers", "2"]),
     (f"{FILE}:in_parts", ["--microbatches", "two"]),

@@ -24,8 +24,9 @@ from cfp.race.programs import RaceOutcome
 from cfp.search.guided import Candidate, Solution
 from cfp.settings import Replacing
 from cfp.view.evidence import with_figures
-from cfp.view.text import explain_text, plan_text
+from cfp.view.text import explain_text
 from cfp_test.programs.common import normal
+from cfp_test.support.golden import plan_text
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 

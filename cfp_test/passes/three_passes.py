@@ -38,7 +38,7 @@ from cfp.settings import ConstraintLevel
 from cfp.targets import model_target
 from cfp.view.console import Display
 from cfp.view.passes import strategy_numbers
-from cfp.view.text import plan_text
+from cfp_test.support.golden import plan_text
 
 GIB = 2**30
 TITLES = {"gpt": "GPT", "bert": "BERT", "llama": "LLAMA", "moe": "MoE"}

@@ -13,6 +13,8 @@ import cfp
 from cfp.context import DetailedSettings
 from cfp_test.support.covering import cover_values
 
+HALVES = jax.devices()[:2], jax.devices()[2:4]
+
 
 @pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def mesh(request):
@@ -114,6 +116,21 @@ def test_a_plan_holds_inside_and_outside_of_set_mesh(inside, mesh, tmp_path):
         table, loss = plan.apply(step)(*args)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     np.testing.assert_allclose(table, expected, rtol=1e-5)
+
+
+def test_plans_use_the_devices_of_set_mesh(tmp_path):
+    """Also a plan from a file, and a later plan for other devices."""
+    first, other = (jax.make_mesh((2,), ("x",), devices=d) for d in HALVES)
+    how = {"preset": "data_parallel", "cache_dir": tmp_path, "quiet": True}
+    x = np.ones((4, 8), np.float32)
+    cfp.plan(jnp.tanh, x, mesh=first, **how).save(tmp_path / "plan.json")
+    loaded = cfp.parallelize(jnp.tanh, plan=tmp_path / "plan.json", quiet=True)
+    anew = cfp.parallelize(jnp.tanh, **how)
+    assert anew(x).sharding.device_set == {*jax.devices()}
+    with jax.set_mesh(other):
+        assert loaded(x).sharding.device_set == {*HALVES[1]}
+        with pytest.warns(UserWarning, match="planned again"):
+            assert anew(x).sharding.device_set == {*HALVES[1]}
 
 
 @pytest.mark.parametrize("preset", ["fully_sharded", None])

@@ -7,6 +7,12 @@ import re
 import tempfile
 from pathlib import Path
 
+from rich import box
+
+from cfp import Plan
+from cfp.view.console import plain_text
+from cfp.view.text import plan_view
+
 ROOT = Path(__file__).parents[2]
 
 _HEAD = "=== "
@@ -52,3 +58,8 @@ def check_golden(file: Path, texts: dict[str, str], update: bool) -> None:
         file.write_text(found)
     assert file.exists(), f"{file} is missing: --update-golden writes it"
     assert found == file.read_text(), f"{file.name}: --update-golden writes it anew"
+
+
+def plan_text(plan: Plan, width: int | None = None) -> str:
+    """Renders a plan's headline, tables and remarks as plain text, ASCII borders."""
+    return plain_text(plan_view(plan, border=box.ASCII), width)

@@ -10,7 +10,8 @@ from cfp.printable import columns
 from cfp.profiling.collectives import Rates
 from cfp.view.console import Row, Rows, plain_text
 from cfp.view.passes import curve_points, curves_rows
-from cfp.view.text import diff_text, explain_text, plan_text, short_text
+from cfp.view.text import diff_text, explain_text, short_text
+from cfp_test.support.golden import plan_text
 from cfp_test.view.plans import RACE, layers, make_plan
 from cfp_test.view.reported import DEEP, HOSTILE
 

@@ -8,7 +8,8 @@ import pytest
 from cfp.plan.plan import Plan
 from cfp.printable import one_line, printable
 from cfp.view.rows import blocks_rows, memory_rows, more_rows, race_rows, segments_of
-from cfp.view.text import page_html, plan_text
+from cfp.view.text import page_html
+from cfp_test.support.golden import plan_text
 from cfp_test.view.plans import RACE, as_data, layers, make_plan, row
 from cfp_test.view.reported import (
     DEEP,

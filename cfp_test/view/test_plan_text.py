@@ -33,10 +33,11 @@ from cfp.program.trace import trace
 from cfp.settings import NO_LATENCY_HIDING
 from cfp.view.remarks import _REMARKS, precision_text, remarks, unplanned_text
 from cfp.view.rows import blocks_rows, race_rows, segments_of, variants_rows
-from cfp.view.text import explain_text, page_html, plan_text
+from cfp.view.text import explain_text, page_html
 from cfp.view.words import VERIFIED, summary_line
 from cfp_test.cli.cli_runner import ROOT
 from cfp_test.support.checking import make_mesh
+from cfp_test.support.golden import plan_text
 from cfp_test.view.plans import RACE, Block, axis_role, layers, make_plan, row
 
 DATA, OWN, ZERO1, FULL = RACE

@@ -9,7 +9,8 @@ from cfp.plan.parts import Role
 from cfp.printable import merged_alike, merged_name, span_text
 from cfp.race.programs import RaceRow
 from cfp.view.rows import segments_of
-from cfp.view.text import explain_text, page_html, plan_text, print_plan
+from cfp.view.text import explain_text, page_html, print_plan
+from cfp_test.support.golden import plan_text
 from cfp_test.view.plans import (
     RACE,
     axis_role,

@@ -9,9 +9,10 @@ import pytest
 
 import cfp
 from cfp.view.remarks import remarks
-from cfp.view.text import page_html, plan_text, short_text
+from cfp.view.text import page_html, short_text
 from cfp.view.words import throughput
 from cfp_test.cli.cli_runner import run_batch
+from cfp_test.support.golden import plan_text
 
 BATCH, SEQ, WIDTH, WORDS = 8, 16, 32, 64
 

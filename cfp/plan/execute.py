@@ -296,7 +296,6 @@ class Executables:
 
         Args:
             text: the module; see `Lowering.bare_text`.
-            step: the step, for its types, and donated arguments.
         """
         devices = [*mesh.devices.flat]
         # JAX's types differ where the module's are equal: random keys, weak types.

@@ -206,8 +206,9 @@ class Lowering:
 
     @property
     def bare_text(self) -> bytes:
-        """The module as bytecode, without locations."""
+        """The module as bytecode, without locations and the step's name."""
         bare = shardy.copied(self.module, shardy.WITHOUT_LOCATIONS)
+        del bare.operation.attributes["sym_name"]
         return shardy.bytecode(bare.operation)
 
     @property

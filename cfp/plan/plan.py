@@ -540,7 +540,7 @@ class Plan:
 
 
 # Traces that a function of `Plan.apply` keeps. Guess.
-_MOST_TRACES = 4
+_MOST_TRACES = 16
 # Fields of a plan in one process alone: its step, devices and compiled programs.
 _HERE = ("mesh", "step", "out_tree", "traced_under", "raced", "tuned")
 

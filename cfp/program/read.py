@@ -531,7 +531,7 @@ def other_program(
         )
     lines.append("Constants, such as a learning rate, may differ.")
     remedy = "Pass the plan's step, microbatches, options and arguments, with equal "
-    remedy += "fields that are no arrays; or plan again."
+    remedy += "fields that are no arrays (as train or eval mode); or plan again."
     if planned_for.get("platform", here.get("platform")) != here.get("platform"):
         lines[-1] += " Random numbers are other operations on each platform."
         remedy = "Use the plan on its own platform, or plan again."

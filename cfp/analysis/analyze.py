@@ -90,7 +90,7 @@ def analyze(
     pins: Mapping[int, Spec] | None = None,
     outer: Set[str] = frozenset(),
 ) -> Analysis:
-    """Finds the blocks, state and segments of a program; takes `build_frame`'s args."""
+    """Runs `build_frame` with these arguments, then `open_loops`, `find_segments`."""
     frame = open_loops(build_frame(program, mesh, pins, outer))
     return Analysis(frame, find_segments(frame))
 
@@ -101,7 +101,7 @@ def build_frame(
     pins: Mapping[int, Spec] | None = None,
     outer: Set[str] = frozenset(),
 ) -> Frame:
-    """Finds the blocks and the state of a program.
+    """Finds the blocks and state of a program; leaves out mesh axes of size 1.
 
     Args:
         pins: {argument position: sharding} that the user fixed.
@@ -164,8 +164,7 @@ def find_passing(frame: Frame, segments: Sequence[Segment]) -> Mapping[Pair, lis
 
     Scalars, constants and reads behind a barrier do not count. An argument's maker is
     the segment that stores it, or else its first reader. Of readers of one kind, only
-    the nearest before and the nearest behind the maker count: they mostly choose alike,
-    and a compiler reshards to one sharding once.
+    the nearest before and the nearest behind the maker count: they mostly choose alike.
     """
     found: dict[Pair, list[int]] = {}
     place = {op: segment.index for segment in segments for op in segment.ops}
@@ -212,10 +211,10 @@ def _readers(frame: Frame, place: Mapping[int, int], value: int) -> set[int]:
 
 
 def update_blocks(frame: Frame) -> set[int]:
-    """Returns indices of blocks in the optimizer's update that hold no product.
+    """Returns indices of the blocks of an optimizer's update, without products.
 
-    The returned state depends on them, and no product does. They depend on gradients.
-    Or they depend on state alone (a weight's norm), and are combined with gradients.
+    New state depends on such a block, and no product does. The block depends on
+    gradients; or on no data (a weight's norm), and gradients join its results.
     """
     program, flow = frame.program, Flow(frame.program)
     ops = program.ops
@@ -239,7 +238,7 @@ def update_blocks(frame: Frame) -> set[int]:
 
 
 def _downstream(flow: Flow, values: Sequence[int]) -> set[int]:
-    """Returns ids of ops that depend on `values`; no loops, branches or barriers."""
+    """Returns ids of ops behind `values`; sees through loops, branches and barriers."""
     made = flow.made_of(values, lambda op: True)
     return {op.id for op, _ in flow.readers(*made)}
 
@@ -258,7 +257,7 @@ def resolve_pins(
     A pattern is an argument's path, a path's end after a ``/``, or a glob of either. In
     ``params/*/kernel``, ``*`` matches ``/``, too. NNX's final ``/value`` is optional. A
     whole path matches that argument only. The last match wins. A string shards dim 0.
-    `others` has positions by further names, for patterns that match no first name.
+    `others` is {further name: position}, for patterns that match no path.
 
     Raises:
         CfpError: a pattern matches no argument, or its sharding does not fit one.
@@ -303,19 +302,19 @@ def _fit(
     used = [axis for names in dims for axis in names]
     wrong = ""
     if len(spec) > len(value.shape):
-        wrong = f"it names {len(spec)} dims"
+        wrong = f"the pin names {len(spec)} dims"
     elif unknown := [axis for axis in used if axis not in sizes]:
         wrong = f"the mesh has no axis {unknown[0]!r} of size 2 or more; it has {sizes}"
     elif twice := [axis for axis in used if used.count(axis) > 1]:
-        wrong = f"it uses axis {twice[0]!r} twice"
+        wrong = f"the pin uses axis {twice[0]!r} twice"
     for dim, (size, names) in enumerate(zip(value.shape, dims, strict=False)):
         ways = prod(sizes.get(axis, 1) for axis in names)
         if size % ways:
-            wrong = wrong or f"dim {dim} of size {size} is no multiple of {ways}"
+            wrong = wrong or f"dim {dim} has size {size}, no multiple of {ways}"
     if wrong:
         raise CfpError(
             f"The pin {pattern!r} = {spec} does not fit "
-            f"{program.arg_names[position]!r} {value}: {wrong}. Pin other axes."
+            f"{program.arg_names[position]!r} {value}: {wrong}. Pin other dims or axes."
         )
     return tuple(dims)
 
@@ -360,8 +359,8 @@ def enough_state(frame: Frame, lacking_bytes: int) -> list[HostState]:
             by the number of devices.
 
     Returns:
-        The fewest of the largest states that free enough, and all movable state. Only
-        the latter if nothing less is enough; none without movable state.
+        The fewest of the largest states that free enough; then all movable state. Only
+        the latter, enough or not, if no fewer free enough; [] without movable state.
     """
     every, ways = movable_state(frame), prod(size for _, size in frame.mesh)
     moved = accumulate(size // ways for size in every.values())
@@ -388,13 +387,13 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
 
     Returns:
         All but the first two may be absent.
-        ``model_flops``: of one step, without the step's own rematerialization;
+        ``model_flops``: of a step on all devices, without its own rematerialization;
         ``narrow_share``: share of FLOPs in floats of 16 or 8 bits, 0 to 1;
-        ``NAME_share``: share of FLOPs in the `Precision` that rewrote the step;
-        ``NAME_saves_ms``: estimated time that it saves on each device; may be negative;
-        ``devices_by_hand``: most devices of a region that the user sharded by hand;
+        ``NAME_share``: share of FLOPs in the `Precision` NAME that rewrote the step;
+        ``NAME_saves_ms``: estimated ms of a step that NAME saves; may be negative;
+        ``devices_by_hand``: most devices of a region sharded by hand, if over 1;
         ``batch_samples``: samples of the batch;
-        ``batch_tokens``: table rows that the batch looks up, if more than samples;
+        ``batch_tokens``: most table rows of one lookup by the batch, if over samples;
         ``uncounted_loops``: number of `uncounted_loops`; one iteration of each counts.
     """
     program = frame.program
@@ -428,10 +427,11 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
 
 
 def _samples(program: Program, v: int, others: Set[tuple[int, ...]]) -> int:
-    """Counts the samples in an argument of the batch: rows, the size of its first dim.
+    """Counts the samples in an argument of the batch: the size of its first dim.
 
-    If loops slice that dim, the second has the rows. Rows of all slices count, unless a
-    loop carries a value with these rows (time steps). Shapes of `others` are ignored.
+    If all readers are loops' slices of single rows, the second dim's size counts: once
+    for time steps, times the first for microbatches. A loop over time steps carries a
+    value with that many rows, of a shape not in `others`.
     """
     first, *rest = program.shape(v)
     readers = [*Flow(program).readers(v)]
@@ -462,7 +462,7 @@ def long_branches(program: Program) -> list[Op]:
 
 
 def _is_long(program: Program, op: Op) -> bool:
-    """True if an op's regions hold a contraction, solve, FFT, sort or custom call."""
+    """True if an op's regions hold a contraction, sort, FFT, call or matrix solver."""
     return any(
         is_contraction(one) or call_flops(one) > 0 or one.kind in _LONG
         for one in map(program.ops.__getitem__, op.body)
@@ -472,10 +472,10 @@ def _is_long(program: Program, op: Op) -> bool:
 def _looked_up(
     program: Program, rows: Iterable[int], tables: Iterable[int]
 ) -> Iterator[int]:
-    """Yields the number of table rows that each lookup takes in one step.
+    """Yields the number of table rows that each counted lookup takes in one step.
 
-    `rows` (of the batch) and `tables` are value ids of arguments. Lookups of whole rows
-    by integers of two dims or more count, but not in loops of unknown length.
+    Counted are lookups of whole rows of `tables`, by integers made from `rows` of two
+    dims or more; none in loops of unknown length. Both are value ids of arguments.
     """
     values, flow = program.values, Flow(program)
 
@@ -497,7 +497,7 @@ def _looked_up(
 
 
 def _share(program: Program, prefixes: tuple[str, ...]) -> float:
-    """Share of FLOPs, 0 to 1, of products whose first operand's dtype has a prefix."""
+    """Share of products' FLOPs, 0 to 1, whose `product_dtype` has a prefix."""
     total = meant = 0.0
     for op in program.ops:
         if op.manual is not None:
@@ -579,7 +579,7 @@ def _group_dims(program: Program, value: int) -> list[int]:
 
 
 def _bound_dims(program: Program, value: int) -> list[int]:
-    """Returns own dims of broadcast bounds, if compared with constants; or []."""
+    """Returns dims that a comparison's computed operand has before a broadcast."""
     op = program.maker(value)
     if op is None or op.kind != "compare":
         return []

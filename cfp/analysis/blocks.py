@@ -96,7 +96,7 @@ class _Labels:
         )
 
     def _may_hold(self, op: int, block: int) -> bool:
-        """False for -1, or if only other blocks have members in the outermost loop."""
+        """False for -1, or if the op's outermost loop holds only other blocks."""
         held = self.held.get(self.program.top_level(op))
         return block != NONE and (held is None or block in held)
 
@@ -195,7 +195,7 @@ class _Labels:
                     labels[op.id] = max(near)[1]
 
     def _reattach(self, labels: list[int]) -> None:
-        """Relabels ops that share no dim with their block (masks), like neighbours."""
+        """Relabels ops that share no dim with their block (masks) like neighbours."""
         before = list(labels)
         ops = _by_block(labels)
         for label, members in enumerate(self.members):
@@ -236,7 +236,7 @@ class _Labels:
             ops = _by_block(labels) if targets else ops
 
     def _broadcast(self, ops: list[int], lacking: dict[int, Set[int]]) -> set[int]:
-        """Returns ops that add dims with factors of `lacking`, behind contractions."""
+        """Returns ops behind contractions whose results add factors of `lacking`."""
         made: set[int] = set()
         found = set()
         for op_id in ops:
@@ -271,8 +271,8 @@ class _Labels:
         """Returns blocks that may have the dims that block `label` lacks.
 
         Blocks that make operands with these dims come first, then blocks that read
-        results; in each, the latest first. For example only readers have all dims, if
-        the part is a looked-up bias that is added to each row.
+        results; in each, the latest first. Of a looked-up bias that is added to each
+        row, only readers have all dims.
         """
         near: set[int] = set()
         for op_id in part:
@@ -310,7 +310,7 @@ class _Labels:
     def _lacking(
         self, ops: list[int], members: list[Member], asked: list[int]
     ) -> dict[int, tuple[Set[int], bool]]:
-        """Returns {op asked: (factors shared by no member, True if any is shared)}."""
+        """Finds {op with a rule: (factors no member shares, True if it shares any)}."""
         classes = DimClasses(
             self.program, ops, tuple(members), self.flow.canonical, axis_size=1
         )
@@ -376,7 +376,7 @@ class Block:
 def find_blocks(
     flow: Flow, numbers: Numbers, update_ops: Set[int], parameters: Set[int]
 ) -> tuple[Block, ...]:
-    """Groups ops into ParallelBlocks; constants, loops and small parts may get none.
+    """Groups ops into ParallelBlocks; constants and loops get none, small parts may.
 
     Args:
         update_ops: ids of ops that only update state; they get no block.

@@ -47,14 +47,14 @@ class Member:
 
     @property
     def derived(self) -> bool:
-        """True for gradients' contractions; False for anchors and rematerialization."""
+        """True for gradients' members; False for the anchor and rematerializations."""
         return self.cotangent >= 0
 
 
 def is_contraction(op: Op) -> bool:
     """True for dots, convolutions, and other ops that sum a factor of two operands.
 
-    Gathers, scatters and reduces do not count. Custom calls of known FLOPs count.
+    Not: gathers, scatters, reduces, calls of unknown FLOPs, ops without a rule.
     """
     if op.rule is None:
         return False
@@ -232,9 +232,9 @@ class _Finder:
     def _resolve(self, derived: list[Candidates]) -> list[tuple[int, Member]]:
         """Picks one of its candidate blocks for each derived contraction.
 
-        Anchors with a common operand (query, key and value projections) have equal
-        derived contractions. A cotangent belongs to one anchor: another contraction
-        that reads it may have only one candidate. Others take the latest free block.
+        Query, key and value projections have equal derived contractions. A cotangent
+        belongs to one anchor: another contraction that reads it may have one candidate.
+        Others take the first candidate, of a block that is not taken if possible.
         """
         owner: dict[int, int] = {}
 
@@ -287,7 +287,7 @@ def _in_order(found: dict[int, int], mine: list[int], theirs: list[int]) -> list
 def _align(
     found: dict[int, int], rule: Rule, mine: list[int], base: Rule, theirs: list[int]
 ) -> bool:
-    """Adds pairs to a map; False, with some added, if lengths, sizes or pairs clash."""
+    """Adds pairs to `found`; False if any clash, and some may have been added."""
     if len(mine) != len(theirs):
         return False
     for factor, other in zip(mine, theirs, strict=True):
@@ -422,7 +422,7 @@ class Numbers:
     """Numbers of values: equal ones mean equal tensors, up to dtype and unit dims.
 
     There are two exceptions. Slices of one stack in two loops may have one number at
-    unlike indices. A branch's result has the number of its only non-constant case.
+    unlike indices. A branch's result has its non-constant cases' number, if it is one.
 
     Attributes:
         of: a number for each value id.
@@ -530,7 +530,7 @@ class _Numbering:
                 self.joined[numbers[op.results[0]]] = op
 
     def _sliced(self, op: Op, operands: tuple[int, ...]) -> int:
-        """Numbers an iteration's slice of a stack; a loop's other indices differ."""
+        """Numbers a stack's slice; in one loop, unlike indices have unlike numbers."""
         stack, *at = operands
         own = self.stacked.get(stack, self.intern(("slice", stack, op.attributes)))
         is_other = (op.parent, own) in self.sliced
@@ -608,7 +608,7 @@ class _Numbering:
         return [v for o in self._with_body(op) for v in (*o.entries, *o.results)]
 
     def _form(self, op: Op) -> tuple | None:
-        """Returns a key that equal loops or branches share; None if it is uncertain."""
+        """Returns a key that equal loops or branches share; None for uncertain ones."""
         inside = self._with_body(op)
         users = self.program.users
         unread = Counter(

@@ -27,6 +27,7 @@ from cfp.analysis.strategies import (
     splits_together,
 )
 from cfp.errors import CfpError
+from cfp.printable import counted
 from cfp.program.graph import Op, Program
 
 GLOBAL_FOLDER = "debug_analysis_global"
@@ -119,18 +120,18 @@ def segment_records(analysis: Analysis) -> list[dict]:
 
 
 def opaque_ops(program: Program) -> list[Op]:
-    """Returns ops without a sharding rule, except constants, loops and branches."""
-    return [
-        op
-        for op in program.ops
-        if op.rule is None and not op.has_regions and op.id not in program.leaf_ops
-    ]
+    """Returns ops that run replicated: without a rule, and not sharded by hand.
+
+    Constants, loops and branches are left out.
+    """
+    rest = (op for op in program.ops if op.rule is None and not op.shardings)
+    return [op for op in rest if not op.has_regions and op.id not in program.leaf_ops]
 
 
 def opaque_lines(program: Program) -> Iterator[str]:
-    """Yields the count of opaque ops, then a line each: runs, result bytes, source."""
+    """Yields the count of `opaque_ops`, then lines: op, runs x result bytes, source."""
     found = opaque_ops(program)
-    yield f"{len(found)} ops have no sharding rule and run replicated"
+    yield f"{counted(len(found), 'op', 'ops')} without a sharding rule, run replicated"
     for op in found:
         size = sum(program.values[v].size_bytes for v in op.results)
         source = f", {op.source}" if op.source else ""

@@ -239,7 +239,10 @@ _SAME = (
 def block_names(
     flow: Flow, anchors: Sequence[int], parameters: Set[int]
 ) -> tuple[str, ...]:
-    """Returns anchors' names: scope (and path if shared), path or line; `numbered`."""
+    """Names each anchor by its scope, else its parameter's path, else its source line.
+
+    Anchors of one scope have the path, too. Names that are still equal are `numbered`.
+    """
     ops = [flow.program.ops[anchor] for anchor in anchors]
     users = [_user_parts(op.scope) for op in ops]
     scopes = ["" if all(map(_EINSUM.fullmatch, x)) else "/".join(x) for x in users]
@@ -251,7 +254,6 @@ def block_names(
     # An einsum's ellipses carry no information: ...qhd,...khd->...hqk.
     names = [name.replace("...", "") if "->" in name else name for name in names]
     for name, count in Counter(names).items():
-        # Contractions in one scope are told apart by their parameters.
         alike = [i for i, other in enumerate(names) if other == name and paths[i]]
         is_scope = bool(scopes[names.index(name)])
         if count > 1 and is_scope and len({paths[i] for i in alike}) > 1:
@@ -261,7 +263,7 @@ def block_names(
 
 
 def scope_path(scope: str) -> str:
-    """A name stack's user part, else its op: ``Net/a`` of ``jit(f)/jvp(Net)/a/dot``."""
+    """A name stack's user part, else op: ``jit(f)/jvp(Net)/a/dot`` gives ``Net/a``."""
     return "/".join(_user_parts(scope)) or _split_scope(scope)[-1]
 
 
@@ -290,7 +292,7 @@ def _split_scope(scope: str) -> list[str]:
 
 
 def _line(op: Op) -> str:
-    """Returns ``model.py:12 NAME``: NAME is scope or op; no line if unknown."""
+    """Returns ``model.py:12 NAME``, or NAME without a line; NAME is scope or kind."""
     what = scope_path(op.scope) if op.scope else op.kind
     return f"{op.source} {what}" if op.source else what
 
@@ -313,7 +315,7 @@ def weight_place(flow: Flow, op: Op, parameters: Set[int]) -> int:
 
 
 def origin_of(flow: Flow, value: int) -> int:
-    """Follows a value upstream through views, slices, casts, scaling, loops, cases."""
+    """Returns the value before views, slices, casts, scaling, loops, branches."""
     while True:
         if sources := flow.sources(value):
             value = sources[0]

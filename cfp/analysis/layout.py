@@ -69,7 +69,7 @@ class Frame:
         outer: axes between hosts; empty if all axes are.
         paired: for each argument the index of the output that is its new value, or
             None.
-        canonical: maps values that are one tensor to one of them, which has no key.
+        canonical: result of `Flow.canonical`.
     """
 
     program: Program
@@ -87,7 +87,7 @@ class Frame:
     region_ops: tuple[int, ...]  # loops and branches
     barrier_ops: tuple[int, ...]
     pins: Mapping[int, Spec]  # argument position -> the sharding that the user fixed
-    pinned_reads: Mapping[int, tuple[int, ...]]  # pinned, in no group: `reads` as there
+    pinned_reads: Mapping[int, tuple[int, ...]]  # pinned, in no group -> find_reads
     looked_for: dict[tuple[Any, ...], Any] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )  # See `searched_once`.
@@ -275,10 +275,11 @@ class Layout:
                 self.axes[op_id] = axes
 
     def read_spec(self, value: int) -> Spec | None:
-        """Returns the spec in which a value's first laid-out reader reads it, or None.
+        """Returns the spec in which a value's first reader reads it, or None.
 
-        Readers in updates do not count. A reader that gathers it whole counts only if
-        there is no other. A loop that is not opened reads it as it carries it.
+        Readers are laid-out ops, not in updates, and regions sharded by hand. A lookup
+        that gathers the value counts only without others. A loop that is not opened
+        reads the value as it carries it.
         """
         gathered = None
         program = self.frame.program
@@ -306,7 +307,7 @@ class Layout:
         return gathered
 
     def _carried(self, result: int) -> Spec:
-        """A loop result's sharding: if unchanged as it enters; as read; as yielded."""
+        """As it enters an opened loop, if unchanged; else as read; else as yielded."""
         if result in self.value_spec:
             return self.value_spec[result]
         program = self.frame.program
@@ -393,9 +394,9 @@ def lay_out(frame: Frame, choice: Choice) -> Layout:
 def constraints(layout: Layout, ops: Set[int] | None = None) -> Constraints:
     """Returns the constraints of a layout.
 
-    A laid-out op's result has a constraint there. Each use with another sharding has
-    one, too. A result that is only transposed (a weight's gradient) may have it behind
-    the transpose. The compiler then fuses product and transpose.
+    Results of laid-out ops have one, and so has each use with another sharding. A
+    result that is only transposed (a weight's gradient) may have it behind the
+    transpose: the compiler then fuses product and transpose. Scalars have none.
 
     Args:
         ops: ids of the ops whose results and uses are constrained; all of them if None.

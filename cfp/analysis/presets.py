@@ -63,9 +63,10 @@ ALIASES = {alias: name for name, known in _ALIASES.items() for alias in known}
 def presets(frame: Frame) -> dict[str, Choice]:
     """Returns {name: choice} of a program's distinct presets, without `PROPAGATED`.
 
-    Mesh axes have one role or several (``x=data,y=tensor+sharded``). A preset equal to
-    an earlier one is left out, such as experts in a program without any. If data
-    parallelism shards nothing, its name is ``replicated``. One device has no other.
+    All axes have one role, or each its own: ``x=data,y=tensor+sharded`` (all state is
+    stored sharded). A preset equal to an earlier one is left out, such as experts if
+    there are none. Data parallelism that shards nothing is called ``replicated``; one
+    device has no other preset.
     """
     if not frame.mesh:
         return {REPLICATED: preset(frame, (), Storage.USED)}
@@ -136,7 +137,7 @@ def named_choices(frame: Frame) -> dict[str, Choice]:
 
 
 def check_preset(name: str | None) -> None:
-    """Raises OptionError if no program on any mesh has a preset of this name."""
+    """Raises OptionError for a name that is no preset's, nor AXIS=ROLE pairs."""
     known = (*PRESETS, *PROPAGATED, REPLICATED)
     parts = str(name).removesuffix("+sharded").split(",")
     roles = {part.partition("=")[2] for part in parts}

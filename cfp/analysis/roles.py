@@ -62,7 +62,7 @@ def axis_walk(
         ValueError: the role is unknown.
     """
     if role not in ROLES:
-        raise ValueError(f"unknown role {role!r}; the roles are {', '.join(ROLES)}")
+        raise ValueError(f"There is no role {role!r}. Give one of {', '.join(ROLES)}.")
     if role == "expert" and not has_experts(frame):
         return axis_walk(frame, "data", axis_size, dim)
     if role in ("tensor", "sequence"):
@@ -97,8 +97,8 @@ def axis_walk(
 def batch_rows(frame: Frame, samples: int) -> int:
     """Returns the rows that data parallelism shards: all samples, or a microbatch's.
 
-    Of the sizes that divide `samples`, the one with the most FLOPs counts. Blocks with
-    other rows, such as all tokens, have no vote. 0 if no block reads a batch.
+    Of the sizes that divide `samples`, the one with the most FLOPs counts; if blocks
+    have other rows only, such as all tokens, `samples`. 0 if it splits no block.
     """
     rows = Counter[int]()
     for ways in (*(size for _, size in frame.mesh), 1):
@@ -259,7 +259,7 @@ class _Walk:
         return {v: ranks for v, ranks in self.marked.items() if v in carried}
 
     def joining(self) -> dict[int, Ranks]:
-        """Returns rank-0 marks of unmarked operands with a result's marked rows."""
+        """Returns rank-0 marks of unmarked operands along a result's rank-0 dims."""
         found: dict[int, Ranks] = {}
         for op in reversed(self.program.ops):
             if op.rule is None or self.computed.isdisjoint(op.results):

@@ -40,7 +40,6 @@ class Segment:
 
     @property
     def blocks(self) -> range:
-        """Indices of the segment's blocks."""
         return range(self.start, self.end)
 
 

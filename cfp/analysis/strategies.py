@@ -101,12 +101,10 @@ def splits_together(rule: Rule, mesh: Mesh, strategy: Sequence[AxisChoice]) -> b
 def _splits_wrongly(rule: Rule, is_gather: bool, strategy: Strategy) -> bool:
     """True for strategies that XLA's partitioner gets wrong, on three axes or more.
 
-    It computes wrong sums, as of ``bmk,bkn->bmn`` with b sharded over x, k over y and
-    z, and b of the result over x and z.
-
-    It does not compile these gathers: the sum scatters to a dim of the indices that
-    another axis shards, and a third axis shards another dim of the table. Slices of the
-    latter dim are cut too large (jaxlib 0.10.2 and 0.12, in plain jax.jit, too).
+    Sums are wrong, as of ``bmk,bkn->bmn`` with b sharded over x, k over y and z, and b
+    of the result over x and z. Gathers do not compile if the sum scatters to a dim of
+    the indices that another axis shards, and a third axis shards another dim of the
+    table: its slices are cut too large (jaxlib 0.10.2 and 0.12, plain jax.jit, too).
     """
     tensors = (*rule.operands, *rule.results)
     factors = [{f for dim in dims for f in dim} for dims in tensors]

@@ -186,8 +186,8 @@ def _choose(
         )
     if zigzag_tokens and not strategy.zigzag:
         raise CfpError(
-            'Tokens in zigzag order need a strategy with "zigzag", got '
-            f"{strategy}. With tokens in natural order, pass zigzag_tokens=False."
+            f"The strategy {strategy} takes no tokens in zigzag order. Give one with "
+            '"zigzag", or, for tokens in natural order, zigzag_tokens=False.'
         )
     reasons = []
     for name in names:
@@ -239,7 +239,7 @@ def _pads_keys(problem: AttentionProblem, strategy: AttentionStrategy) -> bool:
 
 
 def _local(problem: AttentionProblem, strategy: AttentionStrategy) -> AttentionProblem:
-    """One device's part of a problem, padding included; in a ring, one rank's keys."""
+    """One device's part of a problem, padding included; of sharded keys one rank's."""
     fit = _fit(problem, strategy)
     parts = strategy.parts(HEADS, ULYSSES)
     return replace(
@@ -328,8 +328,8 @@ class _Choice:
         strategy = self.strategy
         if tokens > x.shape[1] and strategy.zigzag and not self.converts:
             raise CfpError(
-                f"Tokens in zigzag order are a multiple of {strategy.token_multiple}, "
-                f"got {x.shape[1]}. Pad the sequences before they are converted."
+                f"The {x.shape[1]} tokens in zigzag order are no multiple of "
+                f"{strategy.token_multiple}. Pad sequences before they are converted."
             )
         x = padded(x, 1, tokens)
         converts = strategy.zigzag and self.converts
@@ -416,8 +416,7 @@ def attention_options(
       platform: the devices' platform; by default the mesh's, or JAX's.
 
     Returns:
-      All options; impossible ones have a reason. `cfp doctor` tests the kernels on this
-      machine.
+      All options; impossible ones have a reason.
 
     Raises:
       CfpError: arguments do not fit together.

@@ -117,7 +117,7 @@ class Steps:
     # -- names of dims -----------------------------------------------------------------
 
     def _of(self, op: Op, v: int, dims: Dims, known: dict[int, int]) -> _Places:
-        """Ids of a tensor's dims, from or added to {factor: id} `known`; 0: size 1."""
+        """Ids of a tensor's dims, from {factor: id} `known` or new there; 0: size 1."""
         found, sizes = list[int](), op.known_rule.sizes
         for size, factors in zip(self.program.shape(v), dims, strict=True):
             large = [f for f in factors if sizes[f] > 1 and size > 1]
@@ -127,7 +127,7 @@ class Steps:
         return tuple(found)
 
     def _give(self, node: Node, places: _Places) -> int:
-        """Registers a step, its dims united with other readers'; returns its number."""
+        """Adds a step, or unites its dims with those known; returns its number."""
         self._nodes[number := self.values.number(node)] = node
         known = self._places.setdefault(number, places)
         for one, other in zip(known, places, strict=True):
@@ -245,7 +245,7 @@ class Steps:
         """A contraction's operand by index, or its result (-1); may raise Different."""
         v = (*op.operands, *op.results)[index]
         if self.program.values[v].dtype not in FLOATS:
-            raise Different(f"{where(op)} does not multiply in f32, bf16 or f16")
+            raise Different(f"the product at {where(op)} is not in f32, bf16 or f16")
         letters = self._letters(places, self._free.get(op.id, "e"))
         return Tensor(v, (op.id, index), letters)
 
@@ -322,9 +322,8 @@ class Steps:
             return "dq" if len(dots) > 1 else "out"
         if queries and own - out == queries:
             return "dk" if len(dots) > 1 else "dv"
-        raise Different(
-            f"{where(self._order[number])} contracts more than keys or queries"
-        )
+        place = where(self._order[number])
+        raise Different(f"the product at {place} contracts more than keys or queries")
 
     def _made_of(self, *numbers: int) -> set[int]:
         """Numbers of the given steps, and of all steps that they depend on."""
@@ -396,7 +395,7 @@ class Core:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Names of dtypes that hold the two products' operands, by name."""
+        """The `narrowest` dtypes of "q", "k", "v" and "weights", by these names."""
         mix = self.steps[self.outputs["dv" if self.is_backward else "out"]]
         weights = next(i for i, arg in enumerate(mix.args) if isinstance(arg, int))
         uses = {name: self.reads[name].use for name in ("q", "k", "v")}

@@ -39,7 +39,7 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
     if capability is None:
         return "it needs NVIDIA GPUs, and a device is of another vendor"
     if capability < LEAST_CAPABILITY:
-        return f"it needs compute capability 8.0, and a device has {capability}"
+        return f"it needs compute capability 8.0 or more, and a device has {capability}"
     widest = MAX_HEAD_DIM_HOPPER if capability >= 9.0 else MAX_HEAD_DIM
     if problem.head_dim % HEAD_DIM_STEP or problem.head_dim > widest:
         return (

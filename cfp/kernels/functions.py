@@ -106,7 +106,7 @@ class Way:
         roles = tuple((w.rpartition("=")[0], w.rpartition("=")[2]) for w in words)
         if implementation not in KERNELS or any(role not in ROLES for _, role in roles):
             raise PlanMismatch(
-                f"This cfp lacks the plan's attention by {', '.join(how)}. Plan again."
+                f"This cfp does not know attention by {', '.join(how)}. Plan again."
             )
         return cls(implementation, roles)
 
@@ -150,7 +150,6 @@ class AttentionFunctions:
 
     @property
     def how(self) -> tuple[str, ...]:
-        """Words in plans: the implementation, then ``axis=role`` for each role."""
         return self.way.how
 
     def stages(self, mesh: Mesh) -> Sequence[Any]:

@@ -36,11 +36,11 @@ class Proposal(Protocol):
     def site(self) -> Any: ...
     @property
     def keeps_between(self) -> bool: ...
-    # The share of a device's values between that is in memory at once.
+    # Share of a device's values ``between`` that is in memory at once.
     def share_at_once(self, sizes: AxisSizes, /) -> float: ...
-    # What it needs in memory while it runs.
+    # Memory that the kernel needs while it runs.
     def spans(self, program: Program, sizes: AxisSizes, /) -> Sequence[Span]: ...
-    # Its time, by that of products and of other ops as written.
+    # Its ms, by the ms of products, and of other ops, as written.
     def kernel_ms(self, matmul_ms: float, memory_ms: float, /) -> float: ...
     # The reason why devices cannot compute it, or None.
     def refusal(self, sizes: AxisSizes, platform: str, /) -> str | None: ...
@@ -64,7 +64,7 @@ class Kind(Protocol):
     def usual(self, platform: str, for_memory: bool, /) -> tuple[str, ...]: ...
     # Kernels of a segment; the first of each row that can is a candidate.
     def variants(self, allowed: Sequence[str], /) -> Sequence[Sequence[str]]: ...
-    # What kernels are proved to compute.
+    # Sites that kernels are proved to compute.
     def find(self, program: Program, /) -> Sites[Any]: ...
     # A kernel in the place of a site, or the reason why it cannot be there.
     def propose(
@@ -75,7 +75,7 @@ class Kind(Protocol):
         axes: Mapping[int, FactorAxes],
         /,
     ) -> Proposal | str: ...
-    # What a file records; raises PlanMismatch if it is something else.
+    # The proposal that a file records; PlanMismatch for an unknown kernel or role.
     def read(self, site: Any, how: Sequence[str], /) -> Proposal: ...
 
 
@@ -126,7 +126,7 @@ def resolved(program: Program, mesh: Mesh, constraints: Constraints) -> Constrai
     for (name, op), how in wanted.items():
         if name not in _BY_NAME:
             raise PlanMismatch(
-                f"This cfp has no kernels for the plan's {name!r}. Plan again."
+                f"The plan has kernels for {name!r}; this cfp has none. Plan again."
             )
         kind = _BY_NAME[name]
         sites = kind.find(program)

@@ -102,7 +102,7 @@ def usual(platform: str, for_memory: bool) -> tuple[str, ...]:
 def variants(allowed: Sequence[str]) -> list[list[str]]:
     """Lists [[NAME...], ["NAME ring"...]] of allowed kernels, if they are attention's.
 
-    If queries are sharded, NAME gathers keys. A ring rotates keys, and needs that.
+    NAME gathers keys if queries are sharded. "NAME ring" rotates keys; not otherwise.
     """
     known = [name for name in allowed if name in KERNELS]
     return [known, [f"{name} ring" for name in known]]
@@ -283,7 +283,7 @@ class AttentionProposal:
         return 1 / prod(sizes[axis] for axis in self._axes(_ROUNDS))
 
     def kernel_ms(self, matmul_ms: float, memory_ms: float) -> float:
-        """Estimates ms from `matmul_ms`, of the original products, not `memory_ms`."""
+        """Estimates ms by `matmul_ms` of the original products; ignores `memory_ms`."""
         share = _CAUSAL_SHARE if self.site.problem.causal else 1.0
         return matmul_ms * share / KERNELS[self.way.implementation].matmul_share
 
@@ -315,7 +315,7 @@ class AttentionProposal:
         return tuple(_replacement(program, self, group) for group in groups)
 
     def spans(self, program: Program, sizes: AxisSizes) -> list[Span]:
-        """Lists each pass's span, with its memory; [] for kernels without chunks."""
+        """Lists each pass's span, with its memory; [] for kernels but "chunked"."""
         found = list[Span]()
         if self._scores is not ScoreMemory.CHUNKS:
             return found

@@ -413,7 +413,7 @@ class AttentionStrategy:
         """Reason against the strategy, or None; the kernel itself may still refuse."""
         for roles, name in ((_SPREAD, "ring or gathering"), ((ULYSSES,), "Ulysses")):
             if len(self.axes(*roles)) > 1:
-                return f"there is one axis for {name}, not {len(self.axes(*roles))}"
+                return f"{len(self.axes(*roles))} axes are for {name}, and one may be"
         if problem.batch % self.parts(BATCH):
             return (
                 f"{problem.batch} sequences do not divide into {self.parts(BATCH)} "

@@ -136,7 +136,7 @@ def states_of(core: Core, key: Key) -> States | None:
     values, v = core.every.values, core.sides[key].node[0]
     dtype = core.every.program.values[v].dtype
     if dtype != "i1" and dtype not in _ROUNDED:
-        raise Different(f"a mask or bias has the dtype {dtype}")
+        raise Different(f"a mask or bias has dtype {dtype}, not bool, f32, bf16 or f16")
     if dtype == "i1" or not values.is_leaf(v):
         return _made_of_bools(values, v)
     try:
@@ -178,7 +178,7 @@ def _made_of_bools(values: Values, v: int, most: int = _MOST_OPS) -> States | No
 
 
 def _table(core: Core) -> Table:
-    """Computes the argument by states of masks; Different if no attention has it."""
+    """Returns a pass's table; Different if its argument is not an attention's."""
     states = {key: states_of(core, key) for key in core.sides}
     masks = {key: own for key, own in states.items() if own is not None}
     biases = [key for key, own in states.items() if own is None]
@@ -191,7 +191,7 @@ def _table(core: Core) -> Table:
     assert made is not None, "an argument is a sum"
     is_hidden = made[:, 0] <= MASKED
     if is_hidden.all():
-        raise Different("no key is seen")
+        raise Different("all keys are hidden")
     constants, scores = made[:, 0], made[:, 1:]
     first = scores[~is_hidden][0]
     passes, is_alike = scores.any(axis=1), np.isclose(scores, first, _CLOSE, 0)
@@ -259,7 +259,7 @@ def _sum(step: Step, reads: list[np.ndarray]) -> np.ndarray | None:
 
 
 def _argument(core: Core, sums: Mapping[Arg, Any]) -> int:
-    """Number of the one linear step of the score that others read; else Different."""
+    """Number of the one step linear in scores that other steps read; else Different."""
     found: set[int] = set()
     others = (step for n, step in core.steps.items() if sums[n] is None)
     for arg in (a for step in others for a in step.args if isinstance(a, int)):
@@ -593,7 +593,7 @@ class Reader:
         return (last, letters) if is_i32 and {*letters} <= self._batch else None
 
     def _check_biases(self) -> None:
-        """Raises Different for two biases, or a computed, rounded or very large one.
+        """Raises Different for several biases, or computed, rounded or very large ones.
 
         Rounding changes weights if all scores of a query are very low.
         """

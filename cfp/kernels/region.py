@@ -148,7 +148,7 @@ class Values:
         return v
 
     def trips(self, loop: Op) -> int:
-        """Number of a loop's iterations; 1 if unknown."""
+        """Number of a loop's iterations; 1 if unknown, 0 if its body has no ops."""
         inner = [i for i in loop.body if self.program.ops[i].parent == loop.id]
         return self.program.ops[inner[0]].repeat // max(1, loop.repeat) if inner else 0
 
@@ -218,7 +218,7 @@ class Values:
         return update if stack == entry and fits and is_next else None
 
     def _index(self, number: int, count: int) -> int:
-        """Number of an index after clamping to `count` places; `number` is its own."""
+        """Number of index `number`, as clamped to an array of `count` places."""
         key = ("index", number, count)
         if number in self._held and self._held[number] == count:
             return number
@@ -293,8 +293,8 @@ _RANDOM = frozenset({"bitcast_convert", "rng", "rng_bit_generator"})
 
 
 def where(op: Op) -> str:
-    """Source line of an op for messages; else its scope, or "no line"."""
-    return op.source or op.scope or "no line"
+    """Source line of an op for messages; else its scope, or "an unknown line"."""
+    return op.source or op.scope or "an unknown line"
 
 
 @dataclass
@@ -363,7 +363,7 @@ class Region:
                 yield from op.results
 
     def _add_stack(self, update: Op, v: int) -> None:
-        """Adds the stack of `v`; Different if more than slices of `v` read it."""
+        """Adds the stack of `v`; Different if anything but slices of `v` reads it."""
         program, values, [made] = self.program, self.values, update.results
         loop = program.ops[update.parent] if update.parent >= 0 else None
         yields = loop.yields if loop is not None and loop.kind == "while" else ()

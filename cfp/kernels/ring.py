@@ -34,18 +34,15 @@ from cfp.kernels.registry import Kernel
 
 
 def zigzag_order(length: int, ranks: int) -> np.ndarray:
-    """Positions [length] int32: token i in zigzag order is natural token `order[i]`.
-
-    Args:
-      length: tokens, a multiple of 2 * ranks.
+    """Natural positions, [length] int32, of the tokens in zigzag order.
 
     Raises:
-      ValueError: the length cannot be cut into two chunks for each rank.
+      ValueError: the length is no multiple of 2 * ranks.
     """
     if length % (2 * ranks):
         raise ValueError(
-            f"a length in zigzag order must be a multiple of 2 * ranks = {2 * ranks}, "
-            f"got {length}"
+            f"The length {length} is no multiple of 2 * ranks = {2 * ranks}. Pad the "
+            "sequences before they are converted to zigzag order."
         )
     chunks = np.arange(length, dtype=np.int32).reshape(2 * ranks, -1)
     mine = [chunks[[rank, 2 * ranks - 1 - rank]] for rank in range(ranks)]
@@ -155,7 +152,7 @@ class Ring:
         return self.gather and (not self.mask.by_position or self.kernel.any_positions)
 
     def steps(self, tokens: int) -> int:
-        """Steps for all blocks of `tokens` keys that a rank may see; 1 if in_one."""
+        """Number of steps over blocks of `tokens` keys a rank may see; 1 if in_one."""
         if self.in_one:
             return 1
         left = self.mask.left
@@ -231,7 +228,7 @@ class Pieces:
         )
 
     def of_own(self) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-        """Pieces of step 0: those to compute first, and any that may come last."""
+        """Pieces of step 0: (pieces to compute first, pieces that may come last)."""
         pieces, half = self.of_step(0), self.keys // 2
         mask = pieces[0].mask
         if not self.ring.zigzag or not mask.causal or mask.query_positions is not None:

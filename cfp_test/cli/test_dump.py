@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from cfp.analysis.analyze import analyze, program_flops, rematerialized_flops
 from cfp.analysis.dump import (
@@ -153,6 +154,16 @@ def test_opaque_ops_are_listed_with_their_source():
     lines = list(opaque_lines(analysis.frame.program))
     assert not lines[0].startswith("0 ops")
     assert any("custom_call" in line and "test_dump.py:" in line for line in lines)
+
+
+def test_a_region_sharded_by_hand_is_not_listed_as_opaque():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": P("x"), "out_specs": P("x")}
+    doubled = jax.shard_map(lambda x: x + x, mesh=mesh, **specs)
+    analysis, _ = traced(doubled, shape(16, 16))
+    assert [*opaque_lines(analysis.frame.program)] == [
+        "0 ops without a sharding rule, run replicated"
+    ]
 
 
 def test_a_layout_names_every_ops_sharding(dense):

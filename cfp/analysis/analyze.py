@@ -327,7 +327,6 @@ def _fit(
 # Smaller arrays are not worth a transfer. Guess: PCIe moves 1 MiB in 20 microseconds.
 _LEAST_BYTES = 2**20
 
-
 # {(argument position, index of the result that is its new value): bytes}.
 HostState = Mapping[tuple[int, int], int]
 
@@ -456,9 +455,8 @@ def uncounted_loops(program: Program) -> list[Op]:
 
 def long_branches(program: Program) -> list[Op]:
     """Returns ``case`` and ``if`` ops with long work in them: see `_is_long`."""
-    return [
-        op for op in program.ops if op.kind in ("case", "if") and _is_long(program, op)
-    ]
+    branches = (op for op in program.ops if op.kind in ("case", "if"))
+    return [op for op in branches if _is_long(program, op)]
 
 
 def _is_long(program: Program, op: Op) -> bool:
@@ -497,7 +495,7 @@ def _looked_up(
 
 
 def _share(program: Program, prefixes: tuple[str, ...]) -> float:
-    """Share of products' FLOPs, 0 to 1, whose `product_dtype` has a prefix."""
+    """Share of FLOPs, 0 to 1, of products whose `product_dtype` has a prefix."""
     total = meant = 0.0
     for op in program.ops:
         if op.manual is not None:
@@ -579,7 +577,10 @@ def _group_dims(program: Program, value: int) -> list[int]:
 
 
 def _bound_dims(program: Program, value: int) -> list[int]:
-    """Returns dims that a comparison's computed operand has before a broadcast."""
+    """Returns the dims that a computed value has before a broadcast and a comparison.
+
+    [] unless `value` is the result of such a comparison with a constant.
+    """
     op = program.maker(value)
     if op is None or op.kind != "compare":
         return []

@@ -236,7 +236,7 @@ class _Labels:
             ops = _by_block(labels) if targets else ops
 
     def _broadcast(self, ops: list[int], lacking: dict[int, Set[int]]) -> set[int]:
-        """Returns ops behind contractions whose results add factors of `lacking`."""
+        """Returns ops behind contractions that add dims with factors of `lacking`."""
         made: set[int] = set()
         found = set()
         for op_id in ops:
@@ -271,8 +271,7 @@ class _Labels:
         """Returns blocks that may have the dims that block `label` lacks.
 
         Blocks that make operands with these dims come first, then blocks that read
-        results; in each, the latest first. Of a looked-up bias that is added to each
-        row, only readers have all dims.
+        results; in each, the latest first.
         """
         near: set[int] = set()
         for op_id in part:

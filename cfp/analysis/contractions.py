@@ -128,11 +128,8 @@ class _Finder:
         return self.blocks
 
     def _spreads(self, op: Op) -> bool:
-        """True for a forward gather that adds dims and is no smaller than its table.
-
-        With new dims sharded, the compiler gathers the table, which costs less than to
-        reduce the result. A loss that picks few scores is cheaper to reduce.
-        """
+        """True for a forward gather that adds dims and is no smaller than its table."""
+        # With new dims sharded, a gathered table costs less than a reduced result.
         if "transpose(" in op.scope:
             return False
         own, new = ({f for d in dims for f in d} for dims in op.known_rule.operands[:2])
@@ -422,7 +419,7 @@ class Numbers:
     """Numbers of values: equal ones mean equal tensors, up to dtype and unit dims.
 
     There are two exceptions. Slices of one stack in two loops may have one number at
-    unlike indices. A branch's result has its non-constant cases' number, if it is one.
+    unlike indices. A branch's result has the number of all its non-constant cases.
 
     Attributes:
         of: a number for each value id.

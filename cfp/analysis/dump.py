@@ -38,11 +38,7 @@ _DIMENSION_NUMBERS = re.compile(r"dot_dimension_numbers=#stablehlo\.dot<(.*?)>")
 
 
 def dump_analysis(folder: Path, analysis: Analysis, module: str) -> list[Path]:
-    """Writes an analysis and its module's StableHLO text; returns the files' paths.
-
-    Raises:
-        CfpError: the folder cannot be written.
-    """
+    """Writes an analysis and its module's StableHLO text, as `write_files` does."""
     frame = analysis.frame
     texts = {
         "program.mlir": module,

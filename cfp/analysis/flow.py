@@ -241,7 +241,7 @@ def block_names(
 ) -> tuple[str, ...]:
     """Names each anchor by its scope, else its parameter's path, else its source line.
 
-    Anchors of one scope have the path, too. Names that are still equal are `numbered`.
+    In one scope, unlike paths follow the scope. Names that are equal are `numbered`.
     """
     ops = [flow.program.ops[anchor] for anchor in anchors]
     users = [_user_parts(op.scope) for op in ops]

@@ -97,9 +97,9 @@ class Frame:
     ) -> tuple[Spec, Spec]:
         """Returns shardings: (the parameter as blocks use it, state under this mode).
 
-        SHARDED, INNER and LARGEST store the parameter like the state. `wanted` is the
-        sharding in which the first block reads it, None if replicated. Axes that do not
-        divide are dropped. A pin of the parameter replaces `wanted`.
+        SHARDED, INNER and LARGEST store a parameter without a pin like the state.
+        `wanted` is the sharding in which the first block reads it, None if replicated:
+        axes that do not divide are dropped. A pin replaces it.
         """
         first, whole = group.args[0], ((),) * len(group.shape)
         used = even_spec(wanted or whole, group.shape, self.mesh)
@@ -170,8 +170,9 @@ class Layout:
     def use_spec(self, op_id: int, index: int) -> Spec | None:
         """Returns the spec in which an op reads an operand; None if any will do.
 
-        `index` is a place in `Op.reads`. An op that is not laid out reads operands
-        replicated, or as sharded by hand.
+        `index` is a place in `Op.reads`. A loop or branch reads values in the sharding
+        of their results; any will do for a barrier, and for a branch's operands. Other
+        ops that are not laid out read values replicated, or as sharded by hand.
         """
         op = self.frame.program.ops[op_id]
         if op.has_regions:
@@ -267,7 +268,7 @@ class Layout:
         self.axes.update(axes_as_stored(frame, ops, values, wide))
 
     def _lay_out_reads(self, ops: tuple[int, ...], position: int, spec: Spec) -> None:
-        """Casts and slices an argument as it is stored, before it is gathered."""
+        """Shards an argument's casts and slices as stored, if no less than before."""
         value = self.frame.program.args[position]
         for op_id, axes in axes_as_stored(self.frame, ops, (value,), spec).items():
             used = self.axes.get(op_id)
@@ -277,7 +278,7 @@ class Layout:
     def read_spec(self, value: int) -> Spec | None:
         """Returns the spec in which a value's first reader reads it, or None.
 
-        Readers are laid-out ops, not in updates, and regions sharded by hand. A lookup
+        Readers are laid-out ops, not in updates, and regions sharded by hand. A reader
         that gathers the value counts only without others. A loop that is not opened
         reads the value as it carries it.
         """
@@ -307,7 +308,10 @@ class Layout:
         return gathered
 
     def _carried(self, result: int) -> Spec:
-        """As it enters an opened loop, if unchanged; else as read; else as yielded."""
+        """A loop result's sharding: its first reader's in the loop, or else as yielded.
+
+        A value that an opened loop hands on unchanged keeps its initial sharding.
+        """
         if result in self.value_spec:
             return self.value_spec[result]
         program = self.frame.program

@@ -137,7 +137,7 @@ def named_choices(frame: Frame) -> dict[str, Choice]:
 
 
 def check_preset(name: str | None) -> None:
-    """Raises OptionError for a name that is no preset's, nor AXIS=ROLE pairs."""
+    """Raises OptionError if a name is no preset's, nor AXIS=ROLE,...; None passes."""
     known = (*PRESETS, *PROPAGATED, REPLICATED)
     parts = str(name).removesuffix("+sharded").split(",")
     roles = {part.partition("=")[2] for part in parts}
@@ -171,7 +171,7 @@ def data_parallel(frame: Frame) -> Choice:
 
 @searched_once
 def propagated(frame: Frame) -> Mapping[str, Choice]:
-    """Returns {name: choice} Shardy propagates, equal ones once; {} without state."""
+    """Returns {name: choice} of `PROPAGATED`, equal choices once; {} without state."""
     if not frame.groups:
         return {}
     program = frame.program

@@ -98,7 +98,7 @@ def batch_rows(frame: Frame, samples: int) -> int:
     """Returns the rows that data parallelism shards: all samples, or a microbatch's.
 
     Of the sizes that divide `samples`, the one with the most FLOPs counts; if blocks
-    have other rows only, such as all tokens, `samples`. 0 if it splits no block.
+    have other rows only, such as all tokens, `samples`. 0 if no block is split.
     """
     rows = Counter[int]()
     for ways in (*(size for _, size in frame.mesh), 1):

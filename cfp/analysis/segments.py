@@ -223,7 +223,7 @@ class _Cutter:
         return self.known[low, high, False]
 
     def _cut(self, low: int, high: int, inner: bool) -> list[tuple[int, int]]:
-        """Cuts a stretch, `inner` a repeat's; KeyError(part) if one is not `known`."""
+        """Cuts units, `inner` in a repeat; KeyError with the key that `known` lacks."""
         if low >= high:
             return []
         ways = [

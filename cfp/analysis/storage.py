@@ -79,7 +79,7 @@ class StorageGroup:
 def find_storage(
     flow: Flow, paired: tuple[int | None, ...]
 ) -> tuple[StorageGroup, ...]:
-    """Returns a program's storage groups, without scalars; `paired`: `pair_outputs`."""
+    """Returns storage groups; scalars are in none. `pair_outputs` returns `paired`."""
     return _Finder(flow, paired).run()
 
 

@@ -126,8 +126,8 @@ def _find(name: str, q: Array, k: Array, v: Array, scores: Scores, mask: Mask) -
         if equation.primitive.name == name:
             return equation
     raise CfpError(
-        f"A ring cannot use cuDNN with jax {jax.__version__}: the primitive {name} of "
-        'jax 0.10.2 to 0.12 is missing. Use implementation="chunked".'
+        f"Sharded keys cannot use cuDNN with jax {jax.__version__}: the primitive "
+        f'{name} of jax 0.10.2 to 0.12 is missing. Use implementation="chunked".'
     )
 
 

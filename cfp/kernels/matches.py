@@ -102,7 +102,7 @@ def usual(platform: str, for_memory: bool) -> tuple[str, ...]:
 def variants(allowed: Sequence[str]) -> list[list[str]]:
     """Lists [[NAME...], ["NAME ring"...]] of allowed kernels, if they are attention's.
 
-    NAME gathers keys if queries are sharded. "NAME ring" rotates keys; not otherwise.
+    NAME gathers keys if queries are sharded. "NAME ring" needs that, and rotates keys.
     """
     known = [name for name in allowed if name in KERNELS]
     return [known, [f"{name} ring" for name in known]]

@@ -104,7 +104,10 @@ def positions_of(given: Array | None, count: int) -> Array:
 
 
 def visible(mask: Mask, queries: int, keys: int) -> Array | None:
-    """True at seen keys, [1 or batch, 1, query, key]; None: no bounds, no segments."""
+    """True at seen keys, [1 or batch, 1, query, key]; None without a condition.
+
+    `Mask.key_lengths` is ignored.
+    """
     allowed = None
     if mask.by_position:
         query = positions_of(mask.query_positions, queries)[:, None]

@@ -56,8 +56,8 @@ _ANOTHER = "scores go through another function than a constant scale, masks, bia
 
 States = tuple[float, ...]
 _NOT_READ = (
-    "a mask or bias is not read in the loop that computes its gradients, as it would "
-    "be with jax.checkpoint around the loop's body"
+    "the loop that computes gradients does not read a mask or bias; it would with "
+    "jax.checkpoint around the loop's body"
 )
 Window = tuple[bool, int | None]  # (causal, number of keys to the left or None)
 
@@ -620,7 +620,7 @@ class Reader:
         passes = {states in self.table.passing for states in self.table.hidden}
         if len(self.table.fills) != 1 or len(passes) > 1:
             raise Different(
-                "a query may see no key, and masks hide keys by different numbers"
+                "a query may see no key, and masks hide keys in different ways"
             )
         [fill] = self.table.fills
         if fill == -np.inf:

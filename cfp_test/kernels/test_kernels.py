@@ -321,7 +321,7 @@ def test_cudnn_in_parts_is_attention(cudnn_on_cpu, strategy):
 
 def test_a_jax_that_names_cudnn_otherwise_is_said_so(cudnn_on_cpu):
     q, k, v, _ = inputs((2, 2), 8, "bfloat16")
-    with pytest.raises(cfp.CfpError, match="A ring cannot use cuDNN with jax"):
+    with pytest.raises(cfp.CfpError, match="Sharded keys cannot use cuDNN"):
         cudnn._find("another_name", q, k, v, SCORES, NO_MASK)
 
 

@@ -284,7 +284,7 @@ def _in_order(found: dict[int, int], mine: list[int], theirs: list[int]) -> list
 def _align(
     found: dict[int, int], rule: Rule, mine: list[int], base: Rule, theirs: list[int]
 ) -> bool:
-    """Adds pairs to `found`; False if any clash, and some may have been added."""
+    """Adds pairs to `found`; False, perhaps after some, if lengths or pairs clash."""
     if len(mine) != len(theirs):
         return False
     for factor, other in zip(mine, theirs, strict=True):

@@ -47,19 +47,19 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
             f"this device, not {problem.head_dim}"
         )
     if problem.softcap is not None:
-        return "it has no soft cap"
+        return "it computes no soft cap"
     if problem.segments and not problem.hides_keys:
         return "JAX's public function does not support packed segments"
     if problem.right is not None or (problem.left is not None and not problem.causal):
         return "it supports a window only to the left, with a causal mask"
     if problem.rounds_bias:
         return (
-            f"it adds a bias in {problem.dtype}, which would round this one; it would "
-            f"with the bias cast to {problem.dtype}"
+            f"it would round the bias, which it adds in {problem.dtype}; to use it, "
+            f"cast the bias to {problem.dtype}"
         )
     is_odd = problem.queries % 2 or problem.keys % 2
     if is_odd and (problem.bias or problem.hides_keys):
-        return "with a bias or mask, queries and keys must be even numbers"
+        return "with a bias or mask it needs even numbers of queries and of keys"
     return None
 
 

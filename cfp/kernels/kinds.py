@@ -136,7 +136,7 @@ def resolved(program: Program, mesh: Mesh, constraints: Constraints) -> Constrai
             raise PlanMismatch(
                 f"The plan computes the {name} of op {op} by {how[0]}, which the "
                 f"step's program, or these devices, do not allow: {reason}. Plan "
-                "again without: cfp plan --kernels none, or "
+                "again without kernels: cfp plan --kernels none, or "
                 "PlannerSettings(kernels=())."
             )
         found += one.replacements(program)

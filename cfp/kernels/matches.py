@@ -298,7 +298,7 @@ class AttentionProposal:
         least = next((x for x in held.values() if x != "float32"), "bfloat16")
         narrow = replace(self.site.problem, dtype=least)
         can = refusal_of(narrow, self.way, sizes, platform) is None
-        return reason + f"; it would with {wide} in {least}" * can
+        return reason + f"; to use it, cast {wide} to {least}" * can
 
     def replacements(self, program: Program) -> tuple[Replacement, ...]:
         """Replacements that compute all passes.
@@ -382,8 +382,8 @@ def refusal_of(
         return "kernels compute in float32 at most, and the attention is in float64"
     if problem.rounds_output:
         return (
-            f"it makes its output in {problem.dtype}, which would round this one; it "
-            f"would with the output cast to {problem.dtype}"
+            f"it would round the output, which it makes in {problem.dtype}; to use it, "
+            f"cast the output to {problem.dtype}"
         )
     try:
         strategy = AttentionStrategy.of(dict(way.roles) or None, dict(sizes))

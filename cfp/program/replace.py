@@ -87,8 +87,8 @@ class Sites(Generic[_Site]):
         return [one for op, one in found if program.top_level(op) in inside]
 
     def reason(self, op: int) -> str:
-        """Returns why an op is in `left_alone`; "there is none" if it is not there."""
-        return next((x.reason for x in self.left_alone if x.op == op), "there is none")
+        """Returns why an op is in `left_alone`, or "no such site" if it is not."""
+        return next((x.reason for x in self.left_alone if x.op == op), "no such site")
 
 
 class Functions(Protocol):

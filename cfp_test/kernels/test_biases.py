@@ -12,8 +12,8 @@ from cfp_test.programs.common import normal
 BATCH, TOKENS, HEADS, HEAD_DIM = 4, 16, 2, 8
 NARROW, WIDE = jnp.bfloat16, jnp.float32
 WHY = (
-    "it adds a bias in bfloat16, which would round this one; it would with the bias "
-    "cast to bfloat16"
+    "it would round the bias, which it adds in bfloat16; to use it, cast the bias to "
+    "bfloat16"
 )
 BIAS = normal(9, 1, HEADS, TOKENS, TOKENS)
 

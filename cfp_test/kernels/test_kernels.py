@@ -234,7 +234,7 @@ def test_options_say_what_is_possible_and_why_not():
     assert "a multiple of 8 up to 256" in wide["batch", "cudnn"]
     assert "not in float32" in options(*shapes(dtype=jnp.float32))["batch", "cudnn"]
     capped = options(*shapes(), softcap=30.0)
-    assert capped["batch", "cudnn"] == "it has no soft cap"
+    assert capped["batch", "cudnn"] == "it computes no soft cap"
 
 
 def test_two_axes_have_each_pair_of_roles():

@@ -177,10 +177,10 @@ def added(q, k, v):
 @pytest.mark.parametrize(
     "mix, wide, product",
     [
-        (wide_weights, "v and the weights in bfloat16", second_product),
-        (wide_scores, "v and the weights in bfloat16", second_product),
-        (wide_output, "the output cast to bfloat16", second_product),
-        (wide_queries, "q, k and v in bfloat16", first_product),
+        (wide_weights, "v and the weights to bfloat16", second_product),
+        (wide_scores, "v and the weights to bfloat16", second_product),
+        (wide_output, "the output to bfloat16", second_product),
+        (wide_queries, "q, k and v to bfloat16", first_product),
         (widened_queries, "", first_product),
         (preferred, "", first_product),
         (jax.checkpoint(preferred), "", first_product),
@@ -195,7 +195,7 @@ def test_the_wide_product_of_an_attention_is_named(mesh, mix, wide, product):
         assert file.endswith("test_matching.py")
         assert int(line) == product.__code__.co_firstlineno + 1
         reason = AttentionProposal(match, Way("cudnn")).refusal({}, "cuda")
-        assert (reason or "").rpartition("; it would with ")[2] == wide
+        assert (reason or "").rpartition("; to use it, cast ")[2] == wide
     found = compare(step, args, mesh=mesh, exact=step)
     assert bool(found.kernels) == (mix is not wide_output)  # None rounds an output.
     assert ("cudnn" in found.kernels) == (not wide)

@@ -239,7 +239,7 @@ def test_on_gpus_what_computes_the_same_in_the_same_dtype_is_the_default(
     assert f"{line} --kernels none" in plan_text(plan, width=200)
     assert "PlannerSettings(kernels=())" in " ".join(repr(plan).split())
     assert plan.predicted_ms < on_described(half, tmp_path, kernels=()).predicted_ms
-    with pytest.raises(cfp.PlanMismatch, match="without: cfp plan --kernels"):
+    with pytest.raises(cfp.PlanMismatch, match="without kernels: cfp plan --kernels"):
         plan.on(mesh, other_devices=True).compile(half, *arguments())
 
 
@@ -365,8 +365,8 @@ def ahead(folder, *kernels):
 
 def test_kernels_that_cannot_are_told_with_the_reason(tmp_path):
     why = (
-        "it computes in float16 and bfloat16, not in float32; it would with q, k and v "
-        "in bfloat16"
+        "it computes in float16 and bfloat16, not in float32; to use it, cast q, k "
+        "and v to bfloat16"
     )
     plan = ahead(tmp_path, "cudnn", "chunked")
     assert {one.functions.how[0] for one in plan.constraints.replaced} == {"chunked"}

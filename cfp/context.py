@@ -76,7 +76,7 @@ class PlannerSettings:
         ray: address of a Ray cluster: auto, host:port, or local, which starts one here.
 
     Raises:
-        CfpError: a value is out of range, or a name is unknown.
+        CfpError: a value is out of range, a name unknown, or two settings contradict.
     """
 
     per_kind: int = 16
@@ -106,7 +106,7 @@ class PlannerSettings:
     def __post_init__(self):
         for name, least, what in (
             ("per_kind", 1, "strategies to measure for each kind of segment"),
-            ("others", 0, "strategies to measure beside the presets' parts"),
+            ("others", 0, "strategies to measure beside those of the presets"),
         ):
             value = getattr(self, name)
             if not isinstance(value, Integral) or value < least:
@@ -123,8 +123,9 @@ class PlannerSettings:
         for dimension, name in _OF_DIMENSIONS.items():
             if getattr(self, name) and dimension not in dimensions:
                 raise CfpError(
-                    f"{name}={getattr(self, name)!r} needs a kind of choice "
-                    f"that choose leaves out. Add {dimension}, or leave out {name}."
+                    f"{name}={getattr(self, name)!r} needs the choice of {dimension}, "
+                    f"which choose leaves out. Add {dimension} to choose, or leave out "
+                    f"the setting {name}."
                 )
         if unknown := [name for name in self.kernels or () if name not in KERNELS]:
             raise CfpError(
@@ -199,7 +200,7 @@ class DetailedSettings(PlannerSettings):
 
     @classmethod
     def of(cls, settings: PlannerSettings | None) -> DetailedSettings:
-        """Extends a user's settings by the detailed defaults; None gives all defaults.
+        """Adds detailed defaults to settings that lack them; None gives all defaults.
 
         Raises:
             CfpError: the settings are no PlannerSettings.
@@ -265,7 +266,7 @@ class PlanContext:
 
     @property
     def budget_bytes(self) -> int | None:
-        """Memory that a plan may use on each device, in bytes; None if unknown."""
+        """Bytes for a plan on each device: by `memory`, else `device_bytes`."""
         return self.memory.budget_bytes if self.memory else self.device_bytes
 
     @property
@@ -292,7 +293,7 @@ class PlanContext:
     def usual_temp_share(self) -> float:
         """Usual temporary memory under XLA's memory limit, as a share of that without.
 
-        It is 1 if nothing is compiled, memory is unknown, or the compiler has no limit.
+        It is 1 if nothing is compiled, `device_bytes` is None, or XLA takes no limit.
         """
         limited = self.compiles and self.defaults.limits_memory and self.device_bytes
         return LIMITED_MEMORY if limited else 1.0
@@ -308,7 +309,8 @@ def open_context(
     """Opens the context of a plan; the store is closed at the end.
 
     Raises:
-        CfpError: the budget is not above the allocator's reserve.
+        CfpError: the budget is not above the allocator's reserve, or `settings` is no
+            `PlannerSettings`.
     """
     settings = DetailedSettings.of(settings)
     if isinstance(mesh, DescribedMesh):
@@ -323,7 +325,7 @@ def open_context(
             raise CfpError(
                 f"A memory budget of {format_bytes(budget_bytes)} leaves nothing "
                 "for a program: the devices' allocator may add "
-                f"{format_bytes(defaults.reserve_bytes)}. Give more than that."
+                f"{format_bytes(defaults.reserve_bytes)}. Give a larger budget."
             )
         memory = MemoryBudget(
             budget_bytes=budget_bytes - defaults.reserve_bytes,
@@ -353,8 +355,9 @@ def _defaults(
 ) -> PlatformDefaults:
     """Combines a platform's defaults with the user's settings.
 
-    One device has one constraint level and, by default, no compiler options, which are
-    for collectives. Kernels that a precision turns off anyway are not `slow_to_tune`.
+    By default, one device has one constraint level and no compiler options, which are
+    for collectives. `slow_to_tune` lacks kernels that the precision turns off, and is
+    empty if the user gives compiler options or chooses without them.
     """
     reach, unasked = settings.reach, settings.measure is None
     options = settings.compiler_options
@@ -387,7 +390,7 @@ def _defaults(
 
 
 def device_memory(mesh: Mesh | DescribedMesh) -> int | None:
-    """Bytes that programs may use on a device; None on CPUs, or if not reported."""
+    """Bytes that programs may use on each device; None on CPUs, or if not reported."""
     if isinstance(mesh, DescribedMesh):
         return mesh.memory_bytes
     if mesh.devices.flat[0].platform == "cpu":

@@ -39,12 +39,13 @@ def known_names(
     aliases: Mapping[str, str] | None = None,
     types: Mapping[str, str] | None = None,
 ) -> str:
-    """Lists known names, or some: ``Did you mean 'fully_sharded'? There are: ...``.
+    """Returns ``Did you mean 'b'? There are: a, b.`` for an unknown `name`.
+
+    More than 24 known names are cut to the similar ones, or without any to five.
 
     Args:
-      name: the unknown name; a similar known name, if any, is suggested.
-      aliases: {other word: known name}.
-      types: {known name: its type}, to list, too.
+      aliases: {other word, as by `plain_name`: known name to suggest}.
+      types: {known name: text to list behind it}.
     """
     names, plain = [*known], plain_name(name)
     by_plain = {  # Of paths the ends, too; the shortest path of an end counts.
@@ -64,7 +65,7 @@ def known_names(
 
 
 def plain_name(name: str) -> str:
-    """Returns a name as names are compared: lower case, ``_`` for ``-``."""
+    """Returns a name as names are compared: lower case, ``--a-b`` as ``a_b``."""
     return name.lower().lstrip("-").replace("-", "_")
 
 
@@ -74,9 +75,9 @@ def is_installed(path: str | PurePath) -> bool:
 
 
 def place_of(error: BaseException) -> str:
-    r"""Returns "\n  at FILE:LINE, in NAME: CODE" of the user's code that raised, or "".
+    r"""Returns "\n  at FILE:LINE, in NAME: CODE" of the user's innermost frame, or "".
 
-    The frame is the innermost outside of cfp, installed packages and Python's library.
+    Frames of cfp, of installed packages and of Python's library are not the user's.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _is_foreign(frame.filename) or is_installed(frame.filename):
@@ -87,7 +88,7 @@ def place_of(error: BaseException) -> str:
 
 
 def _is_foreign(filename: str) -> bool:
-    """True for files in cfp's or Python's library folder, and for ``<string>``."""
+    """True for files in the folders of cfp and Python's library, and ``<string>``."""
     parents = Path(filename).resolve().parents
     return filename.startswith("<") or _OWN in parents or _STDLIB in parents
 
@@ -101,7 +102,7 @@ def warn(text: str) -> None:
 
 
 def summary_of(error: BaseException, lines: int = 1) -> str:
-    """Returns an exception's type and first nonblank lines of its text, shortened."""
+    """Returns ``TYPE: TEXT``; of TEXT nonblank `lines`, each cut to 300 characters."""
     found = [line[:_MOST_SUMMARY] for line in str(error).splitlines() if line.strip()]
     return ": ".join([type(error).__name__, *filter(None, ["\n".join(found[:lines])])])
 
@@ -170,11 +171,7 @@ class MemoryBudgetError(CfpError):
         self.contributors = sorted(contributors, key=itemgetter(1), reverse=True)
 
     def with_line(self, line: str, *, behind_first: bool = False) -> MemoryBudgetError:
-        """Returns a copy with one more line at the end of the message.
-
-        Args:
-          behind_first: True inserts the line after the first line instead.
-        """
+        """Returns a copy with an indented line at the end, or behind the first line."""
         first, *rest = str(self).split("\n")
         rest.insert(0 if behind_first else len(rest), f"  {line}")
         found = copy(self)

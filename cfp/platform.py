@@ -73,7 +73,7 @@ class Membership:
         process_id: int | None,
         environment: Mapping[str, str],
     ) -> Membership | None:
-        """Reads each value from its argument, else the environment; None without any.
+        """Reads each value from its argument, else the environment; None of no values.
 
         Raises:
             ProcessError: only some values are given, or one is invalid.
@@ -174,7 +174,7 @@ def join(
 
 
 def _look(member: Membership, end: float, join_seconds: int) -> None:
-    """In process 0 checks that its port is free; in others waits until it answers."""
+    """In process 0 checks that its port is free; elsewhere waits until 0 answers."""
     host, _, port = member.coordinator.rpartition(":")
     host = host.strip("[]")
     if member.process_id == 0:
@@ -226,10 +226,10 @@ def join_if_asked() -> None:
 
 
 def parse_mesh(devices: int | None, mesh: str | None) -> Axes | None:
-    """Reads mesh axes from ``--devices 4`` (axis x) or ``--mesh x=2,y=2``; or None.
+    """Reads axes from ``--devices 4`` (x=4) or ``--mesh x=2,y=2``; None without either.
 
     Raises:
-        CfpError: the text is no mesh, or the two contradict each other.
+        CfpError: `mesh` is no text of a mesh, or has another number of devices.
     """
     if mesh is None:
         axes = None if devices is None else (("x", devices),)
@@ -251,7 +251,7 @@ def parse_mesh(devices: int | None, mesh: str | None) -> Axes | None:
 
 
 def mesh_shapes(count: int) -> list[Axes]:
-    """Lists the mesh shapes of a number of devices, with up to three axes.
+    """Lists mesh shapes of `count` devices, of up to three axes; fewest axes first.
 
     Sizes do not decrease from axis to axis: other orders of the same sizes are left
     out, since they only change which devices are neighbours.
@@ -297,7 +297,7 @@ def _select(platform: str, count: int) -> None:
     if platform == "cpu" and count > MOST_CPU_DEVICES:
         raise CfpError(
             f"There cannot be {count} virtual devices, each with threads of its "
-            f"own. Give a mesh of up to {MOST_CPU_DEVICES}."
+            f"own. Give a mesh of up to {MOST_CPU_DEVICES} devices."
         )
     os.environ["JAX_PLATFORMS"] = platform
     # JAX has already read the variable, at its import.
@@ -305,7 +305,7 @@ def _select(platform: str, count: int) -> None:
 
 
 def flags_for_devices(count: int) -> str:
-    """Returns the text of ``XLA_FLAGS`` changed to a number of virtual devices."""
+    """Returns ``XLA_FLAGS`` with `count` virtual devices, and a long wait for them."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     kept = [x for x in flags if not x.startswith(_COUNT_FLAG) and x != _WAIT_FLAG]
     return " ".join([_WAIT_FLAG, *kept, f"{_COUNT_FLAG}={count}"])
@@ -378,7 +378,7 @@ def make_mesh(axes: Axes | None, *, remedy: str = "") -> Mesh:
 
 
 def all_meshes(most_axes: int) -> dict[str, Mesh]:
-    """Makes {``x=2,y=4``: mesh} of all devices: `mesh_shapes` of up to `most_axes`.
+    """Makes {``x=2,y=4``: mesh} of all devices: `mesh_shapes` of 1 to `most_axes` axes.
 
     Raises:
         CfpError: no device works.

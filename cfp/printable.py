@@ -51,16 +51,13 @@ def printable(text: str, kept: str = "") -> str:
     """Replaces unprintable characters, such as terminal escapes, by U+FFFD.
 
     Escape sequences may move the cursor, rename the window or write into the input.
-    Halves of surrogate pairs cannot be written at all.
-
-    Args:
-        kept: unprintable characters to keep, such as a newline.
+    Characters of `kept`, such as a newline, stay.
     """
     return "".join(c if c.isprintable() or c in kept else _STAND_IN for c in text)
 
 
 def one_line(text: str) -> str:
-    """Joins lines by spaces, and replaces unprintable characters by U+FFFD."""
+    """Joins stripped lines by spaces; replaces unprintable characters by U+FFFD."""
     if "\n" in text:
         text = " ".join(line.strip() for line in text.split("\n"))
     return printable(text)
@@ -77,10 +74,10 @@ def merged_name(names: Sequence[str]) -> str:
 
 
 def merged_alike(names: Sequence[str], *, is_paired: bool = False) -> list[str]:
-    """Merges names that differ in numbers alone: ``layer_0-3/up``.
+    """Merges names that differ in numbers alone: ``layer_0-3/up``; keeps other names.
 
-    A merged name with several ranges means all their combinations, or with `is_paired`
-    those of different ranges. If a combination is missing, the names stay apart.
+    A merged name with several ranges means all combinations of their numbers; equal
+    ranges vary together if `is_paired`. If a combination is missing, names stay apart.
     """
     alike: dict[str, dict[tuple[str, ...], str]] = {}
     for name in names:
@@ -101,7 +98,7 @@ def merged_alike(names: Sequence[str], *, is_paired: bool = False) -> list[str]:
 
 
 def distinct_ends(names: Sequence[str]) -> list[str]:
-    """Shortens paths to the ends that distinguish them.
+    """Shortens paths to the shortest ends that distinguish them.
 
     ``a/q/kernel`` and ``a/k/kernel`` give ``q/kernel`` and ``k/kernel``.
     """
@@ -198,7 +195,7 @@ def format_flops(flops: float) -> str:
 
 
 def waiting_text(label: str, seconds: float) -> str:
-    """Progress text while one last program compiles; `label` names the program."""
+    """Returns the progress text while one last program, named `label`, compiles."""
     return f"waiting for 1 program to compile, {clock_text(seconds)} so far: {label!r}"
 
 
@@ -253,7 +250,7 @@ def shown(value: object) -> str:
 
 
 def first_error(error: ValidationError) -> tuple[str, str, str]:
-    """Returns the first error's place, what was expected, and the value found."""
+    """Returns texts of the first error: ``field[0].part``, expected, found value."""
     first = error.errors(include_url=False)[0]
     parts = (f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"])
     where = "".join(parts).removeprefix(".")

@@ -140,7 +140,7 @@ class PlatformDefaults:
 
     Attributes:
         estimates: True chooses by estimates, without a race, unless the user sets
-            ``measure``.
+            ``measure`` (described devices: always).
         estimate_reach: limit of a preset's estimated time, as a multiple of the best
             preset's; slower ones are measured only if memory is short or a strategy
             fails. decisions.md, "Presets far behind by estimate are not measured".
@@ -239,6 +239,6 @@ _PLATFORMS = {"cpu": _CPU, "gpu": _GPU, "cuda": _GPU, "rocm": _GPU}
 
 
 def defaults_of(platform: str) -> PlatformDefaults:
-    """Returns defaults by JAX's name of a platform ("gpu"), general ones if unknown."""
+    """Returns defaults by JAX's name of a platform ("gpu"); general ones for others."""
     found = _PLATFORMS.get(platform, PlatformDefaults(reach=_REACH))
     return replace(found, replacing=Replacing(platform=platform))

@@ -55,8 +55,8 @@ class Target:
     Attributes:
         donate: positions of arguments that the step may overwrite.
         static: positions of arguments that are not arrays.
-        make_args: puts arrays on devices, and draws others, by a pytree of shardings
-            for each argument that is not static, and a seed; returns all arguments.
+        make_args: function of (a pytree of shardings for each argument that is not
+            static, a seed). Returns all arguments: given arrays moved, others drawn.
     """
 
     name: str
@@ -243,7 +243,7 @@ def _option(parameter: inspect.Parameter) -> ModelOption:
 
 
 def _callable_as_they_are(module: ModuleType) -> list[str]:
-    """Lists names of a module's own functions callable without arguments."""
+    """Lists names of functions defined in a module, callable without arguments."""
     return [
         name
         for name, value in vars(module).items()
@@ -319,7 +319,7 @@ def _type_text(value: Any) -> str:
 def _rows(
     step: FlatStep, places: Sequence[Any], which: Collection[int]
 ) -> dict[int, int]:
-    """Returns {index: fewest rows} of leaves `which` that pick rows in the step."""
+    """Returns {index: fewest rows} of those leaves of `which` that pick rows."""
     place = places[0]
     if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
         mesh = planning_mesh(place.mesh)

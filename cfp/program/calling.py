@@ -112,7 +112,8 @@ def chosen(
     the end of its positions. `option` is "static" or "donate".
 
     Raises:
-        OptionError: `fn` has no argument of a name, or the call none at a position.
+        OptionError: `fn` takes no argument of a name; or the call has none at a
+            position, unless it is static and `fn` takes one.
     """
     every, known, words = _parameters(fn), {*passed}, {*sequence(names, str)}
     unknown = sorted(map(str, words - {*(every or ())}))
@@ -204,10 +205,10 @@ def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | Non
 def changed(
     before: Mapping[str, Any], passed: Mapping[str, Any], result: Any
 ) -> dict[str, tuple[Any, jax.Array]]:
-    """Returns {path: (given, new)} of arrays set in place and not returned.
+    """Returns {path: (given, new)} of modules' arrays set in place and not returned.
 
-    `before` is {path: leaf}, `passed` is {name: argument}; see `leaves_of_modules`.
-    A result returns an array if their paths share a name: a bare metric does not.
+    `before` has `leaves_of_modules` before the call, `passed` is {name: argument}. A
+    result returns an array if their paths share a name: a bare metric does not.
     """
     returned = {(id(leaf), key) for leaf, keys in _named(result) for key in keys}
     return {
@@ -241,7 +242,7 @@ def leaves_of_modules(passed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def lost_changes(
     run: Callable[..., tuple[Any, Mapping[str, tuple[Any, Any]]]], avals: Sequence[Any]
 ) -> list[str]:
-    """Returns paths of changed values that a step sets in place and does not return.
+    """Returns paths of values that a step sets in place, changed, and does not return.
 
     `run` maps flat leaves to (results, {path: (given, new value)}).
     """
@@ -270,7 +271,7 @@ def lost_changes(
 
 
 def _reached(ends: Sequence[Any], makers: Mapping[Any, Any], moves: Any) -> set[int]:
-    """Returns ids of variables whose values `ends` have, through calls and `moves`."""
+    """Returns ids of `ends`, and of variables that calls and `moves` copy to them."""
     found, todo = set[int](), [*ends]
     while todo:
         var = todo.pop()
@@ -294,7 +295,7 @@ _ADDRESS = re.compile(" at 0x[0-9a-f]+")
 
 
 def static_differences(before: Any, now: Any) -> Iterator[tuple[Any, str]]:
-    """Yields (path, ``[/field] = new, was old``) of static data seen to differ."""
+    """Yields (path, ``[/FIELD]`` and `_difference`) of static data seen to differ."""
     pairs = zip(_nodes(before), _nodes(now), strict=False)
     for (path, one, kind, children), (_, other, its_kind, _) in pairs:
         if kind == its_kind:
@@ -413,8 +414,9 @@ class Fixed(NamedTuple):
 def fixed(tree: Any) -> Any:
     """Returns the pytree with modules' leaves other than arrays made :class:`Fixed`.
 
-    Modules: see `is_module`. Numbers stay leaves if an outermost module has only arrays
-    and numbers, except in modules with a bool and no array. Unhashable leaves stay.
+    Modules: see `is_module`. Numbers, bools too, stay leaves if an outermost module has
+    only arrays and numbers, except in modules with a bool and no array. Unhashable
+    leaves stay.
     """
     stay = (*_ARRAYS, *_NUMBERS)
     if all(isinstance(x, stay) and not isinstance(x, bool) for x in tree_leaves(tree)):
@@ -430,7 +432,7 @@ class Same(NamedTuple):
 
 
 def is_object(node: Any) -> bool:
-    """True for a module; mappings and dataclasses are values, as under ``jax.jit``."""
+    """True if `is_mutable`, but neither mapping nor dataclass, which are values."""
     return is_mutable(node) and not (isinstance(node, Mapping) or is_dataclass(node))
 
 

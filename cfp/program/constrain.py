@@ -203,9 +203,9 @@ def _mesh_symbol(module: ir.Module, program: Program, mesh: Mesh | AbstractMesh)
 def rematerializable(
     program: Program, ops: Iterable[int], turn: int, within: Set[int] | None = None
 ) -> Rematerialization | None:
-    """Returns all repeatable forward ops of `ops`; None if its backward ops read none.
+    """Returns repeatable forward ops of `ops`; None if backward ops of `ops` read none.
 
-    Cheap ops from elsewhere that can make operands of these are included.
+    It includes cheap forward ops from elsewhere, if they make values that these read.
 
     Args:
         ops: ids of top-level ops of both passes, such as those of a segment.
@@ -337,7 +337,7 @@ class _Rematerializer:
         return sorted(filter(None, owners), key=lambda op: self.place[op])
 
     def _signals(self, made: set[ir.Value]) -> dict[ir.Value, None]:
-        """Returns, as keys, gradients: operands made just before the readers."""
+        """Returns gradients as keys: values between forward and backward ops."""
         turn = max(self.place[op] for op in self.number)
         end = self.place[self.readers[0]]
         return {
@@ -379,8 +379,8 @@ def makeable(
         within: ids of ops that may be computed again; None for all.
 
     Returns:
-        {value that is computed from the remaining values, arguments and constants: ids
-        of ops that do}. Arguments and constants need none.
+        {value that ops compute from the remaining values, arguments and constants: ids
+        of these ops}; no ids for an argument or a constant.
     """
     rest = set(values)
     found = {}
@@ -501,7 +501,7 @@ def _propagated(
     given: tuple[Any, ...],
     constrained: tuple[int, ...],
 ) -> tuple[Mapping[int, Spec], bool]:
-    """Returns shardings by value id, and if propagation splits an axis."""
+    """Returns shardings by value id, and True if propagation splits an axis."""
     of_results = len(program.args) + len(program.outputs)
     known = dict(zip(program.args, given, strict=False))
     values = dict(zip(constrained, given[of_results:], strict=True))

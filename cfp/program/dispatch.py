@@ -168,7 +168,7 @@ class Dispatch:
         shardings: Sequence[NamedSharding],
         check: Callable[[FlatStep], None],
     ) -> None:
-        """Takes also what raises PlanMismatch for a call of the step's other types."""
+        """`check` gets the step with a call's other types, and raises PlanMismatch."""
         self._step, self._check = step, check
         self._shardings = tuple(shardings)
         self._apart = Apart(step.avals, self._shardings, step.donated)
@@ -207,7 +207,8 @@ class Dispatch:
         """Moves leaves to the step's shardings, and copies shared donated memory.
 
         Raises:
-            PlanMismatch: a leaf is deleted, a tracer, or of another type and sharding.
+            PlanMismatch: a leaf is deleted, a ShapeDtypeStruct, or of another type.
+            StepNotTraceable: a leaf is a tracer or no array.
         """
         leaves, new, memory = look
         placed, changed = leaves, new
@@ -227,7 +228,7 @@ class Dispatch:
         return Placed(placed, changed, kept, memory)
 
     def check_there(self, leaves: Sequence[jax.Array]) -> None:
-        """Raises PlanMismatch if an argument was deleted or donated elsewhere."""
+        """Raises PlanMismatch if an argument is deleted, as by donation to a step."""
         if any(map(_is_deleted, leaves)):
             raise self._gone([*map(_is_deleted, leaves)].index(True))
 
@@ -267,12 +268,12 @@ class Dispatch:
     def _gone(self, i: int) -> PlanMismatch:
         return PlanMismatch(
             f"The array of argument {self._step.arg_names[i]!r} is gone: it was "
-            "donated (donate_argnums), and a step has used its memory. Return its new "
-            "value from the step and pass that to the next call, or do not donate it."
+            "donated to a step (donate_argnums) or deleted. Return its new value from "
+            "the step and pass the value to the next call, or do not donate it."
         )
 
     def _looked_up(self, look: Look, there: set[int]) -> tuple[_Memory, Sequence[int]]:
-        """Returns updated memory, and indices of new leaves that may share memory.
+        """Returns updated references, and new leaves that may share donated memory.
 
         If leaf i was the last call's result j, the next may expect its result j at i.
         `there` has indices of new leaves that were not moved.

@@ -314,7 +314,7 @@ def _made(one: _Product, known: Mapping[Any, Sequence[_Product]]) -> frozenset[i
 
 
 def _follow(block: ir.Block, bits: defaultdict[ir.Value, int], reads: Any) -> None:
-    """Adds to each value's bits those of `reads(op)` of its op, also through loops."""
+    """Adds bits of `reads(op)` to the bits of the op's results, also through loops."""
     for op in (one.operation for one in block.operations):
         of = [bits[v] for v in op.operands]
         if op.name not in _BY_PLACE:
@@ -418,7 +418,7 @@ def _rewrite(one: _Product, quantized: _Copies) -> None:
 
 
 def _quantized(value: ir.Value, kind: str, known: _Copies) -> _Copy:
-    """Returns a value in FP8, and its scale; quantizes it before ops of `_is_move`."""
+    """Returns a value, quantized before ops of `_is_move` and then moved; its scale."""
     value, moves = _unmoved(value)
     if (value, kind) not in known:
         begin, after = ir.InsertionPoint.at_block_begin, ir.InsertionPoint.after

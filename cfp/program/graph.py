@@ -301,7 +301,7 @@ class Program:
         return tuple(tuple(u) for u in found)
 
     def entered(self, value: int) -> list[tuple[int, int]]:
-        """Follows a loop's argument outwards; returns (initial value, argument) ids.
+        """Returns ids (initial value, argument) of a loop's argument, for each loop.
 
         The outermost loop comes first; [] for values that are no loop's argument.
         """
@@ -318,7 +318,7 @@ class Program:
 
     @cached_property
     def leaf_ops(self) -> frozenset[int]:
-        """Ids of constants, iotas, ops of these alone; no loop, branch, call or `rng`.
+        """Ids of constants, iotas and ops of these; no loop, branch, call or `rng`.
 
         They are cheap to repeat, so that their readers may be sharded differently.
         """
@@ -348,7 +348,7 @@ class Program:
         return self.values[value].producer in self.leaf_ops
 
     def decides(self, value: int) -> bool:
-        """True if a loop or a case's index reads a scalar, also via other scalars."""
+        """True for a scalar that a loop or case index reads, also via other scalars."""
 
         def further(v: int) -> list[int]:
             users = () if self.shape(v) else self.users[v]
@@ -383,7 +383,7 @@ class Program:
         return self.ops[self.top_level(op)].repeat
 
     def uses(self, value: int) -> list[tuple[int, int]]:
-        """Returns `users` of a value; in place of a loop in `opened`, those inside."""
+        """Returns `users` of a value; of a loop in `opened` those of its argument."""
         found: list[tuple[int, int]] = []
         for user, index in self.users[value]:
             op = self.ops[user]
@@ -413,9 +413,9 @@ _Searched = TypeVar("_Searched", bound=Any)
 def searched_once(
     find: Callable[Concatenate[_Searched, _Of], _Found],
 ) -> Callable[Concatenate[_Searched, _Of], _Found]:
-    """Decorator: caches results by arguments in the first argument's `looked_for`.
+    """Decorator: caches results in the first argument's `looked_for`, by arguments.
 
-    Arguments are hashable and given by position.
+    Arguments are hashable, and given by position.
     """
 
     @wraps(find)
@@ -514,8 +514,8 @@ def call_flops(op: Op) -> int:
 def inner_flops(program: Program, ops: Sequence[ir.Operation]) -> int:
     """Counts FLOPs of one run of a program, also in regions sharded by hand.
 
-    Counted are products, convolutions and cuDNN's attention, masked scores in full.
-    `ops` are the program's, as MLIR.
+    These are FLOPs of products, convolutions and cuDNN's attention, masked scores
+    included. `ops` are the program's, as MLIR.
     """
     pairs = zip(program.ops, ops, strict=True)
     return sum(_inner_flops(program, record, op) for record, op in pairs)

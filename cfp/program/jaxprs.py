@@ -53,7 +53,7 @@ _others = attrgetter(*(name for name in _ALSO if hasattr(jax.config, name)))
 
 
 def trace_context_key() -> Hashable:
-    """Key of this thread's JAX settings that may change a trace or what runs."""
+    """Key of this thread's JAX settings that may change a trace or its execution."""
     return trace_context(), _others(jax.config)
 
 

@@ -32,7 +32,7 @@ def has_host_memory(device: Any) -> bool:
 
 
 def memory_kind(leaf: Any) -> str:
-    """Returns the kind of host memory in `leaf.sharding`; "" if it names none."""
+    """Returns the kind of host memory of `leaf.sharding`; "" without."""
     return host_kind(getattr(leaf, "sharding", None))
 
 
@@ -125,10 +125,9 @@ def auto_mesh(mesh: Mesh) -> Mesh:
 
 
 def mesh_of_results(mesh: Mesh, explicit: Iterable[NamedSharding | None]) -> Mesh:
-    """Returns the mesh; with Auto axes unless the caller works with explicit ones.
+    """Returns `mesh` if `explicit` has a sharding or ``jax.set_mesh`` an explicit axis.
 
-    Args:
-        explicit: shardings of arguments on explicit axes.
+    Otherwise returns `auto_mesh` of it. `explicit` has shardings on explicit axes.
     """
     around = jax.sharding.get_abstract_mesh().axis_types
     return mesh if any(explicit) or AxisType.Explicit in around else auto_mesh(mesh)

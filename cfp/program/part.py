@@ -62,7 +62,7 @@ class Numbered:
     """New ids for a part's ops and values, from 0.
 
     Attributes:
-        digest: of ops and types, not ids; outputs and most constants do not count.
+        digest: of ops, types and links, not ids; outputs, most constants do not count.
         values: {value id in the program: id in the part}.
         ops: {op id in the program: id in the part}.
     """
@@ -72,7 +72,7 @@ class Numbered:
     ops: Mapping[int, int]
 
     def translated(self, constraints: Constraints) -> Constraints:
-        """Returns the constraints that concern the part, with the part's ids."""
+        """Returns the constraints on the part's values and ops, with the part's ids."""
         return Constraints(
             {
                 self.values[v]: spec

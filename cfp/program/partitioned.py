@@ -127,7 +127,7 @@ class PartitionedCall:
         )
 
     def tried(self, mesh: AbstractMesh, dims: Dims) -> tuple[str, str]:
-        """Returns why the callback does not shard these dims, else what it computes."""
+        """Returns (why the callback does not shard dims, ""), or ("", computation)."""
         try:
             _, lower, results, operands = self.partitioned(mesh, dims)
             kept = self.axes(operands, results)
@@ -139,7 +139,7 @@ class PartitionedCall:
             return summary_of(error), ""
         places = {(n, d): a for n, s in enumerate(kept) for d, a in enumerate(s) if a}
         if places != dims:
-            return "its operands are to be whole along that dim", ""
+            return "its callback returns other shardings", ""
         [[axis], *_] = dims.values()
         text = f"{made} {[*_digests(made)]}"
         # Without addresses of Python's objects, and the axis' name.
@@ -234,7 +234,7 @@ def factors_of_cudnn(
 
 
 def factors_of(rule: Rule | None, tensors: Sequence[Shape]) -> Iterator[Factor]:
-    """Yields the factors that a rule allows to shard; none without a rule."""
+    """Yields factors that may be sharded: summed ones, and those that results share."""
     if rule is None:
         return
     for factor, size in enumerate(rule.sizes):

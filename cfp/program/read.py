@@ -55,7 +55,7 @@ def _is_counter_type(kind: ir.Type) -> bool:
 
 
 def _content(module: ir.Module) -> str:
-    """Digests a module without locations or attributes of arguments and results."""
+    """Digests a module's functions without locations and attributes of arguments."""
     digest = hashlib.sha256()
     copy = shardy.copied(module, shardy.WITHOUT_LOCATIONS)
     for function in shardy.functions(copy.operation):
@@ -311,14 +311,14 @@ _NAMED_SOURCE = frozenset(
 
 
 def _file_names(text: bytes) -> dict[str, str]:
-    """Maps paths of Python files in bytecode to the shortest ends that differ."""
+    """Maps paths of Python files in bytecode, except cfp's, to `distinct_ends`."""
     paths = {path.decode(errors="replace") for path in _FILE.findall(text)}
     every = sorted(path for path in paths if not path.startswith(_HERE))
     return dict(zip(every, distinct_ends(every), strict=True))
 
 
 def _source(op: ir.Operation | None, files: Mapping[str, str]) -> str:
-    """Returns ``model.py:12`` of the innermost call, the user's if any; else ""."""
+    """Returns ``model.py:12`` of the user's innermost call, or a library's, or ""."""
     calls: list[str] = []
     # JAX traces a loop's body alone: a library's loop has the calls around it.
     while op is not None and op.name != "func.func":
@@ -333,7 +333,7 @@ def _source(op: ir.Operation | None, files: Mapping[str, str]) -> str:
 
 
 def sources_of(program: Program, ops: Iterable[int]) -> Iterator[str]:
-    """Yields ``model.py:12`` of each op, of the user's code if any; "" if none."""
+    """Yields `_source` of each op, such as ``model.py:12``; "" without one."""
     module = shardy.parsed(program.text)
     found = shardy.program_ops(shardy.main_function(module))
     known, files = dict[tuple[Any, Any], str](), _file_names(program.text)
@@ -457,7 +457,7 @@ def _origin(program: Program, op: Op, value: int, places: Mapping[int, int]) -> 
 
 
 def first_difference(program: Program, planned: Outline) -> str:
-    """Describes the first operation that differs from the plan's, or says none does."""
+    """Describes the first operation that differs from the plan's, or that none does."""
     now, before_ops = [*_described(program)], planned.pairs()
 
     def place(i: int) -> str:
@@ -481,7 +481,7 @@ def first_difference(program: Program, planned: Outline) -> str:
             return f"{place(i)}: {_bare(kind)}, which reads other values"
     if len(before_ops) > len(now):
         more = planned.kinds[before_ops[len(now)][0]]
-        return f"it ends after {len(now)} operations, planned was {_bare(more)}"
+        return f"the end after {len(now)} operations, planned was {_bare(more)}"
     return "no operation, but the order of results or a library function"
 
 
@@ -509,12 +509,12 @@ def other_program(
     planned_for: Mapping[str, str],
     here: Mapping[str, str],
 ) -> PlanMismatch:
-    """Returns the error for a step's program that differs from the planned one.
+    """Returns an error with the differences of a step's program and the planned one.
 
     Args:
         planned: outline of the planned program; None if the plan has none.
         planned_for: {name in `_CAUSES`: value of the plan}; names may be absent.
-        here: those of this process.
+        here: {name in `_CAUSES`: value of this process}.
     """
     lines = [
         f"  {name}: planned for {planned_for[part]}, here {here[part]}"

@@ -162,7 +162,7 @@ class Replacement:
 
 
 def is_in_order(program: Program, stage: Stage) -> bool:
-    """True if a stage's ops have one parent, and its reads precede its first result."""
+    """True if a stage's ops have one parent, and all its reads precede its results."""
     makers = [program.values[v].producer for v in stage.makes]
     if not makers or min(makers) < 0:
         return False

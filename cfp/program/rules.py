@@ -74,7 +74,10 @@ class Rule:
         return self.fixed - self.gathered
 
     def whole_along(self, factors: frozenset[int]) -> Rule:
-        """Held rule, `factors` fixed; new ones are gathered, or no longer summed."""
+        """Returns the rule with `factors` fixed, and `held`.
+
+        Newly fixed factors are `gathered` if they are not summed. None stay summed.
+        """
         return replace(
             self,
             fixed=self.fixed | factors,
@@ -84,9 +87,7 @@ class Rule:
         )
 
     def major(self, dim: tuple[int, ...], before: int = 1) -> int | None:
-        """Returns the major-most factor of size 2 or more, or None.
-
-        It is the factor to shard the dim by, if it is not fixed.
+        """Returns the major-most factor of size 2 or more, fixed or not; or None.
 
         Args:
             dim: the dim's factors, major to minor.
@@ -106,8 +107,8 @@ class Rule:
     def splits(self, factor: int, ways: int) -> bool:
         """True if a factor's size allows `ways` pieces, fixed or not.
 
-        Padding by up to a third is allowed, for factors not in `even` that share no dim
-        with another factor of size 2 or more.
+        Padding by up to a third is allowed for factors that are not in `even`, and
+        share no dim with another factor of size 2 or more.
         """
         size = self.sizes[factor]
         if size % ways == 0:

@@ -328,7 +328,7 @@ def normalise(module: ir.Module) -> int:
 
 
 def _tidy_moves(function: ir.Operation) -> None:
-    """Removes needless moves to memory; an argument's comes late, a result's early."""
+    """Removes moves to the same memory; an argument's comes late, a result's early."""
     [block] = function.regions[0].blocks
     moves = []
     for op in filter(moves_to_memory, [one.operation for one in block.operations]):
@@ -397,7 +397,7 @@ def numbers_of(constant: ir.Operation) -> ir.DenseElementsAttr | None:
 
 
 def _sink_constants(op: ir.Operation) -> None:
-    """Copies constants from outside of an op into the op's regions that use them."""
+    """Copies constants that an op's regions use from outside into the regions."""
     for region in op.regions:
         for block in region.blocks:
             copies: dict[ir.Value, ir.Value] = {}

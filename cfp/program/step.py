@@ -123,7 +123,7 @@ class FlatStep:
     def leaves_of(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Any] | None:
-        """Like :meth:`flatten`, but faster; None if only `flatten` can tell.
+        """Like :meth:`flatten`, but faster; None if `flatten` has to be called.
 
         Leaves are not checked: each may be any object, even a pytree, but not None.
         """
@@ -171,7 +171,7 @@ class FlatStep:
         return [*zip(named[::2], named[1::2], strict=True)]
 
     def parted(self, names: Sequence[str]) -> str:
-        """Names places of one object, of the step's, that leaves `names` make two."""
+        """Returns "A and B", places of one object here, of two in `names`; else ""."""
         later = (
             x for x in self._shared if any(n.startswith(f"{x[1]}/") for n in names)
         )
@@ -179,7 +179,7 @@ class FlatStep:
 
     @property
     def other_names(self) -> dict[str, int]:
-        """Indices of leaves by their names at later places of objects."""
+        """{leaf's name at a later place of its object: the leaf's index}."""
         return {
             later + name.removeprefix(first): i
             for first, later in self._shared
@@ -188,7 +188,7 @@ class FlatStep:
         }
 
     def changes(self, in_tree: Any, leaves: Sequence[Any]) -> str:
-        """Describes new and missing leaves, else another static value; never empty."""
+        """Describes one change: order, shared objects, leaves, else static data."""
         now, before = tree_unflatten(in_tree, leaves), self._dynamic
         static = {key for key, _ in self.static}
         names = [name for _, name, _ in _named_leaves(self.fn, now, static)]
@@ -251,7 +251,7 @@ class FlatStep:
 
     @cached_property
     def flat_fn(self) -> Callable[..., Any]:
-        """`fn` with a parameter a leaf, static arguments set; returns its pytree."""
+        """`fn` as a function of leaves, static arguments set; returns its pytree."""
 
         def flat(*leaves: Any) -> Any:
             ins, outs = ({pair[side] for pair in self.in_host} for side in (0, 1))
@@ -267,7 +267,7 @@ class FlatStep:
         return flat
 
     def _run(self, fn: Callable[..., Any], leaves: Any) -> tuple[Any, dict[str, Any]]:
-        """Calls a function on leaves; returns (result, as `calling.changed`)."""
+        """Calls a function on leaves; returns (result, result of `calling.changed`)."""
         dynamic, kwargs = calling.released(tree_unflatten(self.in_tree, leaves))
         args = list(dynamic)
         for key, value in self.static:
@@ -284,7 +284,7 @@ class FlatStep:
 
     @cached_property
     def _changed(self) -> list[str]:
-        """Paths of arrays that `flat_fn` has set in place, and not returned."""
+        """List of paths of arrays that calls of `flat_fn` set and did not return."""
         return []
 
     def _lost(self) -> list[str]:
@@ -300,7 +300,7 @@ class FlatStep:
         return calling.lost_changes(lambda *x: self._run(fn, x), self.avals)
 
     def _trace(self) -> jax.stages.Traced:
-        """Traces on Auto axes, without shardings; if that fails, on explicit axes.
+        """Traces on Auto axes; if that fails, on explicit axes if there are any.
 
         A step's own shard_map may need explicit axes. Other steps do not trace with the
         shardings that their arguments happen to have, or trace to other operations.

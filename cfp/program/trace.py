@@ -113,7 +113,7 @@ def _advice(said: str, of_no_devices: bool) -> str:
     for words, advice in _ADVICE.items():
         if words in said.lower():
             return advice
-    advice = "Plain jax.jit does not lower it, either."
+    advice = "Try jax.jit(step).lower(...) without cfp."
     if of_no_devices:
         advice = "JAX may lower it for this machine's devices, with mesh= or --mesh."
     return f"{advice} {_FOR_GPUS}" if "not found for platform cpu" in said else advice
@@ -150,7 +150,7 @@ class Alarm:
     def guard(
         self, function: Callable[..., Any], results: Sequence[Any]
     ) -> Callable[..., Any]:
-        """Wraps a callback of flat arrays: on errors returns zeros, stores the first.
+        """Wraps a callback of flat arrays: on errors returns zeros, keeps the first.
 
         Args:
             results: shapes and dtypes of the arrays that it returns.
@@ -168,7 +168,7 @@ class Alarm:
 
 
 def guarded(closed: ClosedJaxpr, alarm: Alarm) -> ClosedJaxpr:
-    """Returns the step; callbacks that raise return zeros, and tell `alarm`."""
+    """Returns the step with its callbacks guarded by `Alarm.guard`."""
 
     def guard(eqn: JaxprEqn) -> JaxprEqn:
         called = eqn.params.get(_NAME)

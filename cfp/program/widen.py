@@ -197,7 +197,7 @@ def widen(
 
 
 def _of_integers(module: ir.Module) -> set[ir.Operation]:
-    """Returns main's region-free ops that need only constants and integer arguments."""
+    """Returns main's ops without regions that need only constants and integers."""
     block = shardy.main_block(module)
     known: set[ir.Value] = {
         a
@@ -444,7 +444,7 @@ def written(program: Program, replacement: Replacement) -> Written:
 def _between(
     program: Program, inputs: Collection[int], outputs: Collection[int]
 ) -> tuple[set[int], set[int]]:
-    """Ids of ops without regions from inputs to outputs, and of values they lack."""
+    """Ids of ops without regions between values, and of other values that they need."""
     ops: set[int] = set()
     free: set[int] = set()
     known = set(inputs)

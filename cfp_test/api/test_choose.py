@@ -125,9 +125,9 @@ def test_what_asks_for_a_dimension_that_is_left_out_is_refused():
         {"kernels": ("cudnn",)},
         {"compiler_options": {"a": {"xla_a": "1"}}},
     ):
-        with pytest.raises(CfpError, match="that choose leaves out") as error:
+        with pytest.raises(CfpError, match="which choose leaves out") as error:
             PlannerSettings(choose=("sharding",), **asked)
-        [name] = re.findall(r"Add (\S+), or", str(error.value))
+        [name] = re.findall(r"Add (\S+) to", str(error.value))
         PlannerSettings(choose=("sharding", name), **asked)
     PlannerSettings(choose=("sharding",), kernels=())
 

@@ -125,7 +125,7 @@ def test_a_budget_that_the_allocator_may_take_is_refused_at_once(
     with pytest.raises(CfpError, match=r"leaves nothing .* may add 1\.00 MiB"):
         cfp.plan(STEP, *ARGS, mesh=mesh, memory_budget=2**11, cache_dir=tmp_path)
     with (
-        pytest.raises(CfpError, match="Give more than that"),
+        pytest.raises(CfpError, match="Give a larger budget"),
         open_context(mesh, tmp_path, 2**20),
     ):
         pass

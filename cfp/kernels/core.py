@@ -190,7 +190,7 @@ class Steps:
     def _op(self, number: int) -> Op:
         op = self.program.maker(self._nodes[number][0])
         if op is None or not (op.kind == "dot_general" or self.region.is_closed(op)):
-            raise Different("gradients depend on an op that the proof does not know")
+            raise Different("a result depends on an op that the proof does not know")
         return op
 
     def _operands(self, number: int) -> list[int | float | _Reader]:
@@ -342,7 +342,7 @@ class Steps:
         if len(scores) != 1:
             raise Different("a result needs the scores of several iterations of a loop")
         if len(others) != ("out" not in sinks):
-            raise Different("a result needs a contraction that attention does not have")
+            raise Different("a result needs other contractions than an attention's")
         [number], names = (others, ("dout", "v")) if others else (scores, ("q", "k"))
         if len({steps[n].op.parent for n in (number, *sinks.values())}) > 1:
             raise Different("the contractions are in different loops")

@@ -65,7 +65,7 @@ class Meaning:
         left: number of visible keys before a query; None has no bound.
         sides: inputs besides q, k and v.
         visible: combinations of the masks' states that show a key.
-        by_key: True if masks, if any, hide keys from all queries and heads alike.
+        by_key: True if all sides, if any, hide keys from all queries and heads alike.
         empty: MEAN or NAN, the output of a query without keys; "" if each sees one.
         passes_hidden: True if gradients of a query without keys pass to all scores.
     """

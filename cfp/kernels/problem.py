@@ -338,7 +338,7 @@ class AttentionStrategy:
         """Makes a strategy from {axis: role}, None (no roles), or the only axis's role.
 
         Raises:
-          CfpError: an axis or role is unknown, or one role has a mesh of several axes.
+          CfpError: an axis or role is unknown, or one role has no mesh of one axis.
         """
         if isinstance(given, str):
             given = dict.fromkeys(sizes, given) if len(sizes) == 1 else {"": given}

@@ -68,7 +68,7 @@ _Move = tuple[str, tuple[str, ...], int]  # A collective's kind, axes and bytes.
 def plan_segments(
     analysis: Analysis, choice: Choice, problem: Problem | None
 ) -> tuple[PlanSegment, ...]:
-    """Describes each segment's choice; `time_ms` is None if `problem` lacks it."""
+    """Describes each segment's choice; `time_ms` is None unless `problem` has it."""
     frame = analysis.frame
 
     def stored(groups: Iterable[int]) -> tuple[StoredParameter, ...]:
@@ -94,7 +94,7 @@ def plan_segments(
 
 
 def block_arguments(frame: Frame) -> list[set[int]]:
-    """Returns for each block the positions of arguments that it reads, or casts of."""
+    """Returns for each block positions of arguments that its ops read, or casts of."""
     program, flow = frame.program, Flow(frame.program)
     places = {value: position for position, value in enumerate(program.args)}
     found: list[set[int]] = [set() for _ in frame.blocks]
@@ -194,8 +194,8 @@ def uneven_arguments(layout: Layout, samples: int, rows: int) -> tuple[str, ...]
 def split_batches(layout: Layout, peak_bytes: int = 0) -> tuple[str, ...]:
     """Lists whole batches that a reshape splits, with bytes to save: ``x (6.00 KiB)``.
 
-    The plan shards the inner part of the first dim, and arguments only an outer one.
-    Below 1 % of `peak_bytes` a batch is left out.
+    The plan shards the inner part of the first dim, which an argument cannot be sharded
+    by. Batches with less to save than 1 % of `peak_bytes` are left out.
     """
     program, mesh, found = layout.frame.program, layout.frame.mesh, list[str]()
     for position in data_arguments(layout.frame):
@@ -214,8 +214,8 @@ def split_batches(layout: Layout, peak_bytes: int = 0) -> tuple[str, ...]:
 def describe_uncounted(program: Program) -> tuple[str, ...]:
     """Lists loops of unknown length, and branches: ``case at model.py:12``.
 
-    Both are left out without products or other long work. Predictions count one
-    iteration, and all branches.
+    Left out are loops and branches without products or other long work. Predictions
+    count one iteration of a loop, and all branches.
     """
     found = (*uncounted_loops(program), *long_branches(program))
     return tuple(dict.fromkeys(map(_site, found)))
@@ -239,11 +239,11 @@ def constraint_sites(program: Program, constraints: Constraints) -> tuple[Site, 
 
 
 def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
-    """Lists ops that every device runs in full, such as ``while at model.py:12``.
+    """Lists ops that every device runs in full: ``sort at model.py:12 (9% of ...)``.
 
     These are loops without sharding, ops without a sharding rule, ops that XLA does not
-    partition, and unsharded custom_partitioning ops. The share is of the bytes of all
-    ops' results. Lines of source below 1 % of bytes and of FLOPs are left out.
+    partition, and unsharded custom_partitioning ops or ops that gather. Shares are of
+    all ops' bytes and FLOPs. Lines of source below 1 % of both are left out.
 
     Args:
         rates: rates of the devices; with these, the texts have the ms lost, if any.
@@ -292,7 +292,7 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
 
 
 def _is_whole_op(layout: Layout, op: Op) -> bool:
-    """True for an op that XLA cannot shard, and an unsharded kernel or gathering op."""
+    """True if XLA cannot shard an op; or a kernel, or op that gathers, is unsharded."""
     if op.rule is None:
         return not (passes(op) or op.shardings)
     if op.rule.held and op.rule.is_whole:  # XLA does not partition it.
@@ -302,7 +302,7 @@ def _is_whole_op(layout: Layout, op: Op) -> bool:
 
 
 def _why_whole(layout: Layout, op: Op) -> str:
-    """``: reason`` of an unsharded op; "" without a rule that may shard it."""
+    """``: reason`` why an op is unsharded; "" unless its rule could shard it."""
     rule, mesh = op.rule, layout.frame.mesh
     if rule is None or rule.is_whole:
         return ""
@@ -314,7 +314,7 @@ def _why_whole(layout: Layout, op: Op) -> str:
 
 
 def sharded_kernels(layout: Layout) -> tuple[str, ...]:
-    """Lists custom_partitioning ops that are sharded: ``norm at net.py:12 over x``."""
+    """Lists sharded custom_partitioning ops: ``2 times norm at net.py:12 over x``."""
     program, found = layout.frame.program, Counter()
     for op in program.ops:
         call, own = call_of(op.attributes), layout.axes.get(op.id, ())
@@ -333,8 +333,8 @@ def _lost_ms(layout: Layout, op: Op, inside: Sequence[Op], rates: Rates) -> floa
     """Estimates the ms lost because every device runs an op (`inside`) in full.
 
     Lost is the time beyond one device's equal part, and the time to gather operands.
-    Ops of blocks count as in the step's estimate, and no ops outside. Calls without a
-    rule count by the slower of FLOPs and bytes.
+    Ops with a rule count as in the step's estimate: outside of blocks as 0. Other ops
+    count by the slower of FLOPs and bytes.
     """
     frame, program, mesh = layout.frame, layout.frame.program, layout.frame.mesh
     total, terms = 0.0, Terms(frame, rates)
@@ -374,7 +374,7 @@ def _is_whole(layout: Layout, loop: Op) -> bool:
 
 
 def _site(op: Op) -> str:
-    """Describes an op: ``while at model.py:12``; ``sort in argsort`` without a line."""
+    """Describes an op: ``while at model.py:12``; without a line ``sort in argsort``."""
     call, kind, refusal = call_of(op.attributes), op.kind, ""
     if call is not None:
         kind = f"custom_partitioning {call.label}"
@@ -401,7 +401,7 @@ def _segment_ms(
 
 
 def op_text(program: Program, op: Op) -> str:
-    """Writes an op, two operands and a result: ``dot f32[8,4] x f32[4] -> f32[8]``."""
+    """Writes an op, 2 operands at most, a result: ``dot f32[8] x f32[8] -> f32[]``."""
     operands = " x ".join(str(program.values[v]) for v in op.operands[:2])
     return f"{op.kind} {operands} -> {program.values[op.results[0]]}"
 
@@ -457,8 +457,8 @@ def block_moves(
     """Predicts the collectives of blocks' ops, and of their parameters' updates.
 
     Yields:
-        (block's index, kind, axes, bytes, times). The bytes are of the whole tensor of
-        a group of devices; `times` is the runs in one step. XLA may merge collectives.
+        (block's index, kind, axes, bytes, runs in one step) of each. The bytes are of
+        the whole tensor of a group of devices. XLA may merge collectives.
     """
     frame = analysis.frame
     program = frame.program

@@ -93,7 +93,7 @@ Axes = Sequence[tuple[str, int]]
 def device_difference(
     axes: Axes, environment: Mapping[str, str], devices: Sequence[Any] | DescribedMesh
 ) -> str:
-    """Describes how devices differ from a plan's in kind or number; "" if they do not.
+    """Says how devices differ from a plan's in kind, TPU slice or number; else "".
 
     Args:
         axes, environment: fields of the plan (`Plan.mesh_axes`).
@@ -106,7 +106,7 @@ def device_difference(
     text = f" ({environment['described']})" if "described" in environment else ""
     found = here.get("slice") or here["device_kind"]
     return (
-        f"The plan is for {planned['devices']} of {there}{text}, and these are "
+        f"The plan is for {planned['devices']} devices of {there}{text}, and these are "
         f"{here['devices']} of {found}"
     )
 
@@ -129,15 +129,17 @@ def check_devices(
     devices: Sequence[Any] | DescribedMesh,
     draws: bool = False,
 ) -> None:
-    """Raises PlanMismatch if devices differ in kind or are too few, or JAX differs.
+    """Raises PlanMismatch if devices differ (`device_difference`), or JAX's version.
 
-    The error offers `other_devices`, of other platforms only if no step `draws`.
+    The error offers `other_devices`, except on another platform if the step `draws`.
     """
     differ = device_difference(axes, environment, devices)
     version, remedy = environment.get("jax_version", jax.__version__), ""
     here = _facts(devices)["platform"]
     if differ:
-        remedy = "Use its devices (plan.arg_specs and cfp show --python need none)"
+        remedy = (
+            "Use the plan's devices (plan.arg_specs and cfp show --python need none)"
+        )
         if {here, environment.get("platform", "cpu")} == {"cpu"}:
             remedy = "Set XLA_FLAGS=--xla_force_host_platform_device_count="
             remedy += f"{prod(size for _, size in axes)} for as many virtual devices"
@@ -153,7 +155,7 @@ def check_devices(
 
 
 def mesh_here(axes: Axes, environment: Mapping[str, str], draws: bool = False) -> Mesh:
-    """Makes a plan's mesh of `jax.set_mesh`'s or the first devices, once checked."""
+    """Makes a plan's mesh of `jax.set_mesh`'s or else the first devices, checked."""
     names = tuple(name for name, _ in axes)
     shape = tuple(size for _, size in axes)
     around = get_mesh()
@@ -175,7 +177,7 @@ def made(
     """Runs `init_fn` under jit; its result gets shardings of the equal argument(s).
 
     Raises:
-        PlanMismatch: the result (or part of a tuple) has the leaves of no argument.
+        PlanMismatch: the result (or part of a tuple) has no argument's leaves.
     """
 
     def arrays(*args: Any, **kwargs: Any) -> Any:
@@ -204,7 +206,7 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
         raise PlanMismatch(
             f"The plan has no argument {argument!r} with arrays. "
             f"{known_names(argument, known)} Without argument=, plan.place takes the "
-            "first argument of the batch's structure and shapes."
+            "first argument of the batch's structure, shapes and types."
         )
     roots = [root for root in known if argument in (None, root)]
     columns = (zip(*known[root], strict=True) for root in roots)
@@ -229,7 +231,7 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
 def _misfits(
     arguments: Arguments, places: Sequence[int], leaves: Sequence[Any]
 ) -> list[tuple[int, Any]]:
-    """Returns (place, leaf) of leaves that are not whole, nor this process's part."""
+    """Returns (place, leaf) of leaves with neither the whole's nor the part's shape."""
     return [
         (i, leaf)
         for i, leaf in zip(places, leaves, strict=True)
@@ -255,7 +257,7 @@ def _part(arguments: Arguments, i: int) -> tuple[int, ...]:
 
 
 def _placed(arguments: Arguments, i: int, leaf: Any) -> jax.Array:
-    """Places a batch's leaf: a whole array, or this process's part in NumPy."""
+    """Places a batch's leaf: a whole array, or in NumPy this process's part."""
     dtype, shape = arguments.types[i].partition("[")[0], shape_of(arguments.types[i])
     sharding, is_placed = arguments.sharding(i, len(shape)), isinstance(leaf, jax.Array)
     if str(leaf.dtype) != dtype or (is_placed and leaf.shape != shape):
@@ -312,7 +314,7 @@ class Executables:
         return hashlib.sha256(text + repr(rest).encode()).hexdigest()
 
     def get(self, key: str, mesh: Mesh) -> jax.stages.Compiled | None:
-        """Loads a key's executable on the mesh; None if absent, damaged or foreign."""
+        """Loads a key's executable; None if absent, unreadable or of another user."""
         path = self._path(key)
         if not _is_own(path):
             return None
@@ -367,7 +369,7 @@ class Executables:
 
 
 def _is_own(path: Path) -> bool:
-    """True if a file exists that only this user can have written."""
+    """True if a file exists, and only its owner, this user, may write it."""
     try:
         stat = path.stat()
     except OSError:
@@ -402,7 +404,7 @@ class ReusableExecutable:
         constraints: Constraints,
         options: Mapping[str, str],
     ) -> bool:
-        """True if it was compiled from all of these, and the step's donations."""
+        """True if compiled from all of these, with equal constants and donations."""
         job, types = self.job, self.types
         return (
             self.content == program.content
@@ -416,7 +418,7 @@ class ReusableExecutable:
 
 
 def start_devices(devices: Sequence[Any]) -> list[Future[jax.Array]]:
-    """Starts a thread for each of this process's devices to put an array there.
+    """Puts an array on each of this process's devices, from threads.
 
     The first array makes JAX reserve a GPU's memory, 1.3 s on an H100. Without threads
     JAX would do this for one device after another.
@@ -577,13 +579,13 @@ def load_or_lower(
         perturbed: with `wide`, as for :func:`cfp.program.widen.widen`.
         unwidened: with `wide`, the same step compiled without it; used if widening
             changes nothing, and the step has no host callbacks.
-        raced: without `wide`, a race's program; used if it was compiled from all the
-            same, and the step has no host callbacks.
+        raced: without `wide`, a race's program; used if it `does` the same, and the
+            step has no host callbacks.
         planned: operations and environment of the planned program, to name differences.
         environment: folder of tuned kernels and executables.
 
     Raises:
-        PlanMismatch: the step's program or results differ from the planned ones.
+        PlanMismatch: the step's program or results, or the constraints do not fit.
     """
     like = step, mesh, fingerprint, arg_specs, output_specs, constraints, planned
     lowering, program, ins, outs = lower_constrained(*like)

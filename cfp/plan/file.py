@@ -73,7 +73,7 @@ def _mesh(info: ValidationInfo) -> dict[str, int]:
 
 
 def _count(info: ValidationInfo, name: str) -> int:
-    """Counts the items of a field that was checked before; 0 if it was refused."""
+    """Counts the items of a field checked before this one; 0 if it was refused."""
     return len(info.data.get(name, ()))
 
 
@@ -327,7 +327,7 @@ def read_plan(
 
     Args:
         kind: the class of plans.
-        here: names of fields that `data` may lack, which then have defaults.
+        here: names of fields that files do not have.
         allowed_options: compiler options to accept beside those known as harmless.
 
     Raises:
@@ -385,10 +385,13 @@ def read_json(path: str | Path) -> Any:
     except (RecursionError, OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         if isinstance(error, RecursionError):
-            reason = "the file is nested too deeply."
+            reason = "the file is nested too deeply"
         if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
             reason = f"the file is not JSON of plan.save or cfp plan -o: {reason}"
-        raise PlanMismatch(f"Cannot read a plan from {path}: {reason}") from error
+        raise PlanMismatch(
+            f"Cannot read a plan from {path}: {reason}. Use a file as cfp saved it, or "
+            "plan again."
+        ) from error
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -64,8 +64,8 @@ class OptionFigures:
         state_bytes: one segment's parameters and optimizer state, twice if undonated.
         residual_bytes: values that one segment keeps from forward to backward.
         temp_bytes: largest further memory while the segment runs.
-        step_ms: predicted step time if all segments of the kind use this strategy.
-            Others use the plan's; their fastest if `Figures.picks` is empty.
+        step_ms: predicted step time if all segments of the kind use this strategy, and
+            others the plan's (their fastest if `Figures.picks` is empty).
         memory_bytes: predicted memory of the same step.
         taken: number of segments that use this strategy in the plan.
     """
@@ -100,7 +100,7 @@ class LeftFigures:
     Attributes:
         kind: kind of kernels, such as "attention".
         source: source line of the parts.
-        reason: why `kernel`, or any kernel, does not compute these parts.
+        reason: why `kernel` does not compute these parts; any kernel, if that is "".
         count: number of the parts.
         kernel: a kernel that cannot compute them; "" if the parts stay as written.
     """
@@ -249,7 +249,7 @@ def roles_text(roles: Sequence[AxisRole], detail: Detail = Detail.SIZES) -> str:
     """Describes the roles of axes in a block: ``x: rows (dim 0, size 8)``.
 
     Axes are joined by "; ". `Role.DIM` gives ``x: dim 0, size 8``, or ``x: dim 0`` with
-    `Detail.DIMS`. Without roles the text is "replicated".
+    `Detail.DIMS`. A `scattered_dim` is added. Without roles the text is "replicated".
     """
     parts = []
     for one in roles:
@@ -286,7 +286,7 @@ class PlanSegment:
 
     Attributes:
         kind: number of the kind; segments of one kind have the same options.
-        parameters: parameters that belong to the segment.
+        parameters: the segment's parameters, each with its storage.
         rematerialized: True if the segment's forward pass is rematerialized.
         kernels: kernels that compute parts of the segment.
         time_ms: measured or estimated time; None if unknown.
@@ -301,7 +301,7 @@ class PlanSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveFigure:
-    """Collectives of one kind, axes and `turns`, of a block's ops.
+    """Collectives of one kind, axes and `turns`, of a block's ops and updates.
 
     Attributes:
         kind: HLO name: ``all-reduce``, ``all-gather``, ...
@@ -333,8 +333,8 @@ class PlanRow:
         arguments: names of the arguments that the block's ops read.
         moves: expected collectives of the block's ops and updates, most bytes first.
         repeats: number of runs of the anchor in one step, above one in a loop.
-        updates: True for a block of the optimizer's update with no product in or
-            after it.
+        updates: True for a block of the optimizer's update; neither it nor a later
+            block with its values has a product.
     """
 
     block: Count
@@ -402,8 +402,9 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
     roots, now = by_argument(names), by_argument(step.arg_names)
     if roots.keys() != now.keys():
         name = getattr(step.fn, "__name__", "this step")
-        remedy = f"The plan may be for another step: of {', '.join(roots)}, and {name} "
-        remedy += f"is of {', '.join(now)}. Apply it to its own step, or plan again."
+        remedy = "The plan may be for another step, with the arguments "
+        remedy += f"{', '.join(roots)}; {name} has {', '.join(now)}. Apply the plan to "
+        remedy += "its own step, or plan again."
     lines = ["The arguments do not fit the plan:", *lines, remedy]
     raise PlanMismatch("\n".join(lines))
 
@@ -443,10 +444,10 @@ _DECIDES = ("memory_budget", "pins", "preset", "cache_dir", "settings", "choose"
 
 
 def check_binding(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Checks keyword arguments of `Plan.bind` that are for the step.
+    """Checks keyword arguments that `Plan.bind` passes to the step.
 
     Raises:
-        OptionError: the step takes no such argument; it may be an option of planning.
+        OptionError: the step takes no such argument.
     """
     for name, value in kwargs.items():
         try:
@@ -493,8 +494,8 @@ def static_arguments(
     Args:
         known: static arguments in the plan's file, or None.
         step: the step bound to the plan, or None.
-        args: arguments of a call. Without `known` and `step`, the positions of those
-            with a leaf that is neither array nor number are returned.
+        args: positional arguments of a call. Without `known` and `step`, positions of
+            arguments with a leaf that is neither array nor number are returned.
     """
     if known is not None:
         return known
@@ -543,7 +544,7 @@ def path_text(path: Any) -> str:
 
 
 def leaves_text(tree: Any) -> str:
-    """Writes the paths and types of a pytree's leaves: ``a float32[8]; b int32[]``."""
+    """Writes paths and types of a pytree's first leaves: ``a int32[8]; b int32[]``."""
     return few([" ".join(leaf).strip() for leaf in _paths(tree)], "; ") or "no leaves"
 
 

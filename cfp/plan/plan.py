@@ -83,10 +83,9 @@ class Plan:
         rows: the blocks, with the strategy of each.
         split: batches that stay whole because of a reshape, with the bytes to save.
         uneven: arguments that stay whole as axes do not divide a dim, with the size.
-        pinned: argument leaves whose shardings were given by pins.
-        undonated: argument leaves that are twice in memory since they are not donated.
-        weak: donated argument leaves of weak types; arrays of strong types may replace
-            them.
+        pinned: positions of argument leaves whose shardings were given by pins.
+        undonated: positions of state that is twice in memory, since it is not donated.
+        weak: positions of donated leaves of weak types, which may be strong in a call.
         site_checks: parts whose kernel was wrong, or could not be compared.
         uncounted: long loops of unknown length, which predictions and FLOPs count once;
             and long branches, whose measured times are those of one branch.
@@ -101,7 +100,7 @@ class Plan:
         rung: source of the numbers: "estimated" or "measured".
         figures: numbers behind the choice, for a report; or None.
         outline: operations of the program, to locate a difference in another.
-        sites: constrained values by source line, for people.
+        sites: constrained values and operands by source line, for people.
         mesh, step, out_tree: devices, traced step and tree of its results; or None.
         traced_under: JAX's configuration at `bind`, or None.
         raced: the compiled winner of the race; not in files.
@@ -182,7 +181,7 @@ class Plan:
 
     @property
     def draws(self) -> bool:
-        """True if the step makes random numbers by ops of one platform (Threefry)."""
+        """True if the step draws random numbers by ops for one platform (Threefry)."""
         kinds = self.outline.kinds if self.outline else ()
         return any(kind.startswith("shift_left ui32") for kind in kinds)
 
@@ -196,7 +195,7 @@ class Plan:
 
         Raises:
             NotBound: a loaded plan is not bound.
-            PlanMismatch: devices are missing.
+            PlanMismatch: the devices here do not fit the plan.
         """
         leaves, _ = self._shardings()
         tree = self._bound().in_tree
@@ -227,8 +226,8 @@ class Plan:
         """Returns the plan bound to a step, which is traced with these arguments.
 
         While it traces, JAX reserves the devices' memory. Static and donated arguments
-        are by default the plan's. A function that is bound with equal types does not
-        trace again, unless state is weakly typed.
+        are by default the plan's. Bound again with equal types and configuration of
+        JAX, a function without static arguments and weakly typed state is not traced.
 
         Args:
             fn: the planned step.
@@ -304,8 +303,8 @@ class Plan:
     def _bound(self) -> FlatStep:
         if self.step is None:
             raise NotBound(
-                "This plan was loaded from a file, which knows its arguments by path "
-                "but not their pytrees. Call plan = plan.bind(step, *args) first."
+                "This plan has no step, as it was loaded from a file. Call "
+                "plan = plan.bind(step, *args) first."
             )
         return self.step
 
@@ -324,10 +323,10 @@ class Plan:
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that runs `fn`, the planned step, under this plan.
 
-        The first call compiles or loads the step, on the first devices if the plan has
-        no mesh. Under another configuration of JAX, or with other functions or static
-        values in the arguments, the step is traced again. Calls raise PlanMismatch if
-        the step's program or arguments differ from the plan's.
+        The first call compiles or loads the step, without a mesh in the plan on the
+        devices of ``jax.set_mesh`` or the first. Under another configuration of JAX, or
+        with other functions or static values in the arguments, the step is traced
+        again. Calls raise PlanMismatch if program or arguments differ from the plan's.
         """
         compiled = deque[tuple[Hashable, CompiledStep]](maxlen=_MOST_TRACES)
 
@@ -352,9 +351,7 @@ class Plan:
         return step
 
     def compile(self, fn: Callable[..., Any], *args: Any, **kw: Any) -> CompiledStep:
-        """Compiles the step for arguments (arrays or ``jax.ShapeDtypeStruct`` s).
-
-        Takes the same arguments as :meth:`bind`.
+        """Compiles or loads the step; takes the same arguments as :meth:`bind`.
 
         Raises:
             PlanMismatch: the step or its arguments differ from the plan's.
@@ -364,7 +361,7 @@ class Plan:
     def compile_bound(
         self, progress: Callable[[str], None] | None = None
     ) -> CompiledStep:
-        """Compiles the step of :meth:`bind` without tracing it again.
+        """Compiles or loads the step of :meth:`bind` without tracing it again.
 
         Args:
             progress: called with a text if the step must be compiled. By default
@@ -411,7 +408,7 @@ class Plan:
             batch: an argument of the step, as a pytree of arrays. With several
                 processes, NumPy arrays are the parts for a process's own devices.
             argument: the argument's name; by default the first with the batch's
-                structure and shapes.
+                structure, shapes and types.
 
         Raises:
             PlanMismatch: the batch fits no argument, or has other sizes or types.
@@ -483,8 +480,8 @@ class Plan:
         """Reads a saved plan, and checks all of its fields.
 
         Args:
-            mesh: the devices, or a described mesh, with the plan's axes. By default the
-                first devices, found and checked at the plan's first use.
+            mesh: the devices, or a described mesh, with the plan's axes. By default
+                those of ``jax.set_mesh`` or the first, when the plan is used.
             allowed_options: compiler options to accept beside harmless ones. They may
                 write files or change results: name them only for files that you trust.
 
@@ -517,8 +514,8 @@ class Plan:
             other_devices: True allows other kinds of devices and versions of JAX.
 
         Raises:
-            PlanMismatch: the mesh has other axes; or its devices are of another kind or
-                TPU slice, or this JAX is another version, without `other_devices`.
+            PlanMismatch: the mesh has other axes; or, without `other_devices`, devices
+                of another kind or TPU slice, or JAX has another version.
         """
         if isinstance(mesh, DescribedMesh):
             devices, here = mesh, None

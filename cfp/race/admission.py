@@ -4,11 +4,11 @@ A candidate is a whole program. `compile_until_enough_fit` compiles candidates b
 predicted time, under a memory budget. Three rules skip candidates:
 
 - *Reach*: the predicted time exceeds `reach` times that of the fastest that fits.
-- *Refusals*: `MOST_REFUSED` compiled candidates did not fit. Those too large in an
-  earlier run do not count; they are skipped after as many failed with a memory limit.
+- *Refusals*: `MOST_REFUSED` compiled candidates did not fit, or failed. Candidates too
+  large in an earlier run count apart, by failures with a memory limit.
 - *Memory*: by prediction the candidate cannot fit, even with the memory limit. If its
   predicted memory times `COMPILED_TO_PREDICTED` exceeds the budget, it is compiled with
-  XLA's memory limit only (if XLA has one), at one constraint level.
+  XLA's memory limit only (if a limit can help), at one constraint level.
 
 =========================  ==========  =============  ===========
 exempt from                reach       refusals       memory
@@ -22,8 +22,8 @@ others                     no          no             no
 A candidate that does not fit is compiled again with memory limits, if it may fit then,
 the loosest first. Such variants have no exemptions. Rematerialized programs are other
 candidates (:mod:`cfp.race.programs`). After the deadline, at most one is compiled, if
-none was before; the store's sizes count. Without a race, compiling ends with the first
-that fits. Without a budget, the reach and `MOST_RACED` decide.
+none was before. Without a race, compiling ends with the first that fits. Without a
+budget, only the reach and `MOST_RACED` skip candidates.
 
 *Memory limit* is an option of XLA, not the budget. XLA uses free device memory to hide
 latency. With a limit, it rematerializes ops to need about that much: fewer and cheaper
@@ -77,10 +77,10 @@ from cfp.settings import (
 
 
 def may_fit(memory: MemoryBudget, size: CompiledBytes) -> bool:
-    """True if a program fits, or might with a memory limit; XLA may not have one.
+    """True if a program fits, or might if XLA has a memory limit.
 
     Args:
-        size: memory without the limit; zeros, if compiling failed, give False.
+        size: memory without a limit; zeros, as of a failed compile, give False.
     """
     least = size.peak_bytes - (1.0 - LIMITED_MEMORY_AT_LEAST) * size.temp_bytes
     return 0 < least <= memory.budget_bytes
@@ -130,10 +130,10 @@ def within_reach(
     reach: Mapping[ConstraintLevel, float],
     fitting: Sequence[Candidate] = (),
 ) -> list[Candidate]:
-    """Selects candidates within reach of the best, and those exempt from it.
+    """Selects candidates within reach of the best, and exempt candidates.
 
     Args:
-        candidates: all candidates; those without a predicted time are selected.
+        candidates: all candidates; without a predicted time, they are exempt.
         however_slow: keys of exempt candidates.
         reach: ``{level: limit of predicted time}``, as a multiple of the best's.
         fitting: candidates known to fit, with the best among them; if empty, the best
@@ -164,9 +164,9 @@ class Admitted:
     """Compiled and skipped candidates.
 
     Attributes:
-        fitting: results of compiled candidates that fit.
+        fitting: results of candidates that fit.
         refused: results of candidates that do not fit, failed, or were chosen too late.
-        left: (candidate, reason) of each candidate that was not compiled.
+        left: (candidate or variant, reason) of all that were skipped.
     """
 
     fitting: list[RaceResult] = field(default_factory=list)
@@ -226,16 +226,16 @@ class _Admission:
             self.limit(with_options(one, limits))
 
     def limit(self, ways: _Ways) -> None:
-        """Queues a candidate's variants with memory limits; does nothing if empty."""
+        """Queues variants of one candidate with memory limits, if there are any."""
         if ways:
             self.queue.append(ways)
             self.limited.add(ways[0].choice)
 
     def select(self) -> list[_Ways]:
-        """Selects candidates, with variants, to compile next; empty if it is enough.
+        """Selects candidates, with variants, to compile next; empty ends compiling.
 
-        First the plan and remembered candidates, in spite of refusals. Then those
-        within reach, the best preset first. Without a race: only the fastest predicted.
+        First the plan and remembered candidates, in spite of refusals. Then candidates
+        within reach, the best preset first. Without a race: the one predicted fastest.
         """
         reach, however_slow = self.reach, self.however_slow
         self.queue.sort(key=lambda ways: expected_ms(ways[0]))
@@ -271,10 +271,9 @@ class _Admission:
         return [ways for ways in found if ways[0].choice in few]
 
     def sort_in(self, ways: _Ways, made: Sequence[RaceResult]) -> None:
-        """Records results up to the first that fits; without one may queue variants.
+        """Records results of the first of a candidate's variants, up to one that fits.
 
-        Args:
-            made: results of the first variants, one or more.
+        If none fits, queues the variants with memory limits that were not compiled.
         """
         for one in made:
             if one.may_race:
@@ -381,7 +380,7 @@ def over_budget(
 ) -> MemoryBudgetError:
     """Makes the error for a budget in which no choice fits by prediction.
 
-    `reserve_bytes`, for the allocator, is part of the user's budget.
+    The user's budget is the problem's and `reserve_bytes`, for the allocator.
     """
     best = leanest(problem)
     needed = best.memory_bytes + reserve_bytes
@@ -409,10 +408,10 @@ def no_winner(
 ) -> CfpError:
     """Makes the error for a race without a winner.
 
-    A `MemoryBudgetError` names the smallest if all compiled ones are over the budget.
+    A `MemoryBudgetError` if programs were compiled and all are over the budget.
 
     Args:
-        results: results of candidates that were compiled, or failed.
+        results: results of all candidates chosen to compile.
         budget_bytes: largest memory of a program per device; None without a budget.
         reserve_bytes: the rest of the user's budget, for the allocator.
     """
@@ -442,7 +441,7 @@ def no_winner(
 
 
 def _described(analysis: Analysis, one: RaceResult) -> str:
-    """Says when a program was compiled, and as which presets it shards segments."""
+    """Says when a program was compiled, and how many segments follow which preset."""
     choice, named = one.candidate.choice, presets(analysis.frame).items()
     names = Counter[str]()
     for index in range(len(analysis.segments)):
@@ -457,7 +456,7 @@ def _described(analysis: Analysis, one: RaceResult) -> str:
 def least_short(
     errors: Mapping[str, MemoryBudgetError], late: Sequence[str] = ()
 ) -> MemoryBudgetError:
-    """Returns the error of the variant (of a step) that needs the least memory.
+    """Returns the error of the variant that needs the least memory, with all needs.
 
     Args:
         errors: ``{variant: error}``.
@@ -473,7 +472,7 @@ def least_short(
         )
     if late:
         least = least.with_line(
-            f"There was no time to plan {', '.join(late)}. Give planning more "
+            f"There was no time to plan {', '.join(late)}. Give planning more time "
             "(--time-budget, cfp.PlannerSettings(seconds=...))."
         )
     return least
@@ -487,7 +486,7 @@ def _error(
     reserve_bytes: int,
     choice: Choice,
 ) -> MemoryBudgetError:
-    """Makes the error about a program of this memory; `first` is the first line."""
+    """Makes the error about a program of memory `size`; `first` is its first lines."""
     use = {
         "arguments": size.argument_bytes,
         RESULTS: size.output_bytes - size.alias_bytes,
@@ -533,7 +532,7 @@ def _advice(analysis: Analysis, choice: Choice, large: set[str]) -> str:
         advice += ", or donate the state (--donate 0, donate_argnums=0)"
     if able := sum(can_rematerialize(frame, one) for one in segments):
         advice += f". Rematerialized: {len(choice.remat)} of {able} possible segments"
-        advice += "; with more, none known is smaller" * (len(choice.remat) < able)
+        advice += "; no known plan with more is smaller" * (len(choice.remat) < able)
         if not any("rematted_computation" in op.scope for op in frame.program.ops):
             advice += "; jax.checkpoint in the model (the zoo: --remat) keeps less"
     return advice

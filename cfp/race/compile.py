@@ -4,10 +4,10 @@ Predictions of memory are off by a few percent. So under a budget, one choice of
 earlier run may race again: the fastest that fits. A larger budget then gives no slower
 plan. If none fits, the smallest lets an error name a sufficient budget.
 
-The store answers a repeated race, without running. Times
-compare only within one race. They are stored with a key of the race's programs and its
-budget, besides each program's own record. An `Answer` stores the winner's time and the
-remembered choice that raced, since a later run may remember another choice.
+The store answers a repeated race, without running. Times compare only within one race.
+They are stored with a key of the race's programs and its budget, besides each program's
+own record. An `Answer` stores the winner's time and the remembered choice that raced,
+since a later run may remember another choice.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Builder:
 
     Attributes:
         program: the program, for candidates without `RaceProgram.stands_on`.
-        built: ``{identity: Built}`` of programs by `build_each`, fitting or not.
+        built: ``{identity: Built}`` of compiled programs, even if over the budget.
     """
 
     context: PlanContext
@@ -92,7 +92,7 @@ def compile_programs(
 ) -> list[RaceResult]:
     """Compiles programs without running them, and stores failures.
 
-    Programs over the budget count as failures. Known ones are not compiled again.
+    Programs over the budget count as failures. Programs in the store are not compiled.
 
     Returns:
         A result for each program, in order; samples come from earlier races only.
@@ -108,14 +108,14 @@ def compile_programs(
 
 
 def keep_built(store: ProfileStore, one: RaceProgram, built: Built) -> None:
-    """Stores a compiled program's memory, under a key that no timing has."""
+    """Stores a compiled program's memory and choice, under a key apart from times."""
     made = replace(built, key=_key_of_build(one))
     record = made.record("ok", samples_ms=[1e3 * built.build_seconds])
     store.put(replace(record, choice=one.job.choice), replace=True)
 
 
 def _builds(store: ProfileStore, programs: Sequence[RaceProgram]) -> dict[str, Built]:
-    """Returns {key: `Built` without executable} of `keep_built`'s."""
+    """Returns {program's key: `Built` without executable} by `keep_built`'s records."""
     keys = {one.job.key.digest: (one.job.key, _key_of_build(one)) for one in programs}
     found = store.get_many(mine.digest for _, mine in keys.values())
     return {
@@ -138,7 +138,7 @@ def _key_of_build(one: RaceProgram) -> ProfileKey:
 def build_each(
     builder: Builder, programs: Sequence[RaceProgram], in_flight: InFlight
 ) -> tuple[dict[str, Built], dict[str, ProfileRecord]]:
-    """Builds programs that `built` lacks, side by side; none if late and one is built.
+    """Compiles programs that `builder.built` lacks; after the deadline one in all.
 
     Returns:
         ``{key: compiled program}`` of programs that fit, and ``{key: record}`` of
@@ -206,9 +206,9 @@ def results_of(
 def known_records(
     context: PlanContext, digests: Collection[str]
 ) -> dict[str, ProfileRecord]:
-    """Returns the store's records by key, without those to make again.
+    """Returns the store's records by key, without records to make again.
 
-    Those are failures to retry, and programs too large for an earlier budget only.
+    Left out: failures to retry, and programs too large for an earlier budget only.
     """
     settle(context.store)
     return {
@@ -222,8 +222,8 @@ def known_records(
 def keep(records: Collection[ProfileRecord], store: ProfileStore) -> None:
     """Stores records of a race in one transaction: part of a race would be useless.
 
-    A record "too large" does not replace a measurement, which another process may have
-    made meanwhile with a larger budget.
+    A compiled program that is too large does not replace a measurement, which another
+    process may have made meanwhile with a larger budget.
     """
     known = store.get_many(
         record.key for record in records if is_compiled_too_large(record)
@@ -252,7 +252,7 @@ class Answer:
     """Outcome of an earlier race.
 
     Attributes:
-        known: the choice that `to_race_again` returned, as JSON, or "".
+        known: the remembered choice that raced (of `to_race_again`), as JSON, or "".
         time_ms: step time of the winner.
         ended: time of the end, in the format of `ProfileRecord.created`.
         raced: digests of all choices that ran and fit.
@@ -264,7 +264,7 @@ class Answer:
     raced: tuple[str, ...] = ()
 
     def is_old(self, records: Iterable[ProfileRecord]) -> bool:
-        """True if the fastest later record did not race, and clearly beats the winner.
+        """True if the fastest later record did not race, and beats the winner by 2 %.
 
         Args:
             records: records of choices that fit.
@@ -281,7 +281,6 @@ _ANSWERS = TypeAdapter(Answer)
 
 
 def choice_digest(choice: str) -> str:
-    """Returns the digest of a choice's JSON."""
     return _digest([choice])
 
 
@@ -309,7 +308,6 @@ def answer_to(asked: ProfileKey, store: ProfileStore) -> Answer | None:
 
 
 def keep_answer(asked: ProfileKey, store: ProfileStore, answer: Answer) -> None:
-    """Stores the answer of a race."""
     record = ProfileRecord(
         key=asked.digest,
         parts=asked.parts,
@@ -323,7 +321,7 @@ def keep_answer(asked: ProfileKey, store: ProfileStore, answer: Answer) -> None:
 def compiled_before(
     context: PlanContext, programs: Sequence[RaceProgram]
 ) -> dict[Any, ProfileRecord]:
-    """Returns {candidate's key: record} of those timed, or only compiled."""
+    """Returns {candidate's key: stored record} of programs timed, or only compiled."""
     keys = [(one, key) for one in programs for key in (_key_of_build(one), one.job.key)]
     found = context.store.get_many(key.digest for _, key in keys)
     return {
@@ -339,7 +337,7 @@ Remembered = tuple[Candidate, ProfileRecord]
 
 
 def _turn_ms(record: ProfileRecord) -> float:
-    """Step time, ms; a single sample, as of a look (short timing), counts 4 % more."""
+    """Step time, ms; 4 % more for a single sample (a look), infinity without a run."""
     if _COMPILED in record.parts:
         return inf  # Its sample is the time of compiling.
     longer = STAY_AFTER_LOOK if len(record.samples_ms) < 2 else 1.0
@@ -349,8 +347,8 @@ def _turn_ms(record: ProfileRecord) -> float:
 def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Remembered]:
     """Returns this program's candidates and records in the store, the fastest first.
 
-    Failures are left out, except compiled programs that were too large: they are last.
-    Program, mesh and environment must be equal; choices and options may differ.
+    Programs that were compiled but not timed are last. Other failures are left out.
+    Program, mesh and environment must be equal; choices, levels and options may differ.
 
     Args:
         job: job of the whole program under any choice and compiler options.
@@ -376,11 +374,11 @@ def to_race_again(
     candidates: Sequence[Candidate],
     answer: Answer | None,
 ) -> list[Candidate]:
-    """Returns at most one remembered choice: the fastest that fits, or the smallest.
+    """Returns at most one remembered candidate: the fastest that fits, or the smallest.
 
     So more memory gives no slower plan. Without a race, predicted times decide. The
     smallest, if none fits, lets errors name a sufficient budget (docs/decisions.md,
-    "Compiled programs are remembered"). Choices of `candidates` are left out.
+    "Compiled programs are remembered"). Those in `candidates` are left out.
 
     Args:
         answer: last answer of the race. Unless it is old (`Answer.is_old`), no choice

@@ -119,10 +119,10 @@ def leanest_of(analysis: Analysis, problem: Problem) -> Candidate:
 def rematerialized(
     analysis: Analysis, problems: Sequence[Problem], presets: Mapping[str, Choice]
 ) -> dict[str, Choice]:
-    """Returns {longer name: choice} of presets that fit by rematerializing segments.
+    """Returns {longer name: choice} of presets that fit if segments are rematerialized.
 
-    Left out: presets that fit without, never fit, or have a part that is no option.
-    If segments of one kind differ in a preset, all take the last one's option.
+    Left out: presets that fit as they are, never fit, or have a part that is no option.
+    If segments of one kind differ in a preset, all take the last segment's option.
 
     Args:
         problems: equal problems with different predictions of memory. For each preset,
@@ -143,9 +143,9 @@ def rematerialized(
 def like(
     analysis: Analysis, problem: Problem, choice: Choice
 ) -> list[list[int]] | None:
-    """Returns, by kind of segment, indices of options equal to the choice's.
+    """Returns, by kind of segment, indices of the choice's option and its `remat` twin.
 
-    A kind's last segment counts, apart from `remat`. None if any part is no option.
+    If segments of a kind differ, the last counts. None if any part is no option.
     """
     if (picks := picks_of(analysis, problem, choice)) is None:
         return None
@@ -160,10 +160,10 @@ def like(
 def with_kernels(
     analysis: Analysis, problem: Problem, named: Mapping[str, Choice]
 ) -> dict[str, Choice]:
-    """Returns named choices, each with its fastest kernels, or none, by predicted time.
+    """Returns named choices, each with or without kernels, as is predicted faster.
 
     So presets and plans are compared with kernels on both sides. Memory does not
-    matter. If segments of one kind differ, all take the last one's strategies.
+    matter. If segments of one kind differ, all take the last segment's strategies.
     Choices that are no options of the problem are unchanged.
     """
     every = (option for options in problem.options for option in options)
@@ -189,11 +189,11 @@ TOO_LATE = "not compiled: the time budget was over"
 TOO_FAR = "predicted too slow to race"
 UNMEASURED = "estimated too slow to be measured"
 TOO_LARGE = "predicted not to fit in memory"
-BEHIND = "predicted slower than the candidates that raced"
-MANY_REFUSED = "not compiled: too many others do not fit"
+BEHIND = "not compiled: enough other candidates raced"
+MANY_REFUSED = "not compiled: too many others do not fit, or failed"
 OVER_BUDGET = "over the memory budget"
 LIMITED_ONCE = "not compiled: another constraint level has the memory limit"
-NOT_RUN = "estimated; nothing was compiled or run"
+NOT_RUN = "estimated; not compiled or run"
 SAME_AS = "the same program as "  # Then a candidate's name.
 
 
@@ -217,7 +217,7 @@ class RaceProgram:
         return ProfileKey(tuple(p for p in parts if p[0] != "race")).digest
 
     def own(self, record: ProfileRecord) -> ProfileRecord:
-        """Returns a record under this program's key, with its choice."""
+        """Returns the record under this program's key, and with its choice."""
         key, choice = self.job.key, self.job.choice
         return replace(record, key=key.digest, parts=key.parts, choice=choice)
 
@@ -227,7 +227,7 @@ class RaceResult:
     """Result of one program in a race.
 
     Attributes:
-        record: record of a run or a failure; None if compiled only, or skipped.
+        record: record of a run, a failure or a program too large; else None.
         size: memory of the compiled program; zeros if not compiled.
         build_seconds: time of its compile, perhaps in an earlier run.
         skipped: reason why no compile began; otherwise "".
@@ -282,7 +282,7 @@ class RaceResult:
 
     @property
     def reason(self) -> str:
-        """The reason why it was not timed; "" if it was, or still may be."""
+        """The reason why the program was not timed; "" if it was, or still may be."""
         return self.record.reason if self.record else self.skipped
 
     @property
@@ -377,7 +377,7 @@ class RaceOutcome:
         peak_bytes: memory of the winner per device; None if not compiled.
         built: compiled program of the winner; None if not compiled in this run.
         rows: rows of a plan's table; without a race, only if estimates decide.
-        results: results of compiled programs and failures, whether they fit or not.
+        results: results of all programs chosen to compile, whether they fit or not.
         counts: counts and seconds of all passes.
     """
 
@@ -398,7 +398,7 @@ class RaceOutcome:
         return tuple((one.candidate, one.time_ms) for one in self.results if one.ran)
 
     def after(self, before: RaceOutcome) -> RaceOutcome:
-        """Returns this, or `before` if only that has a winner; without any, both."""
+        """Returns this, `before` if only it has a winner, or both if it has none."""
         if before.winner is not None:
             return self if self.winner else replace(before, solution=self.solution)
         names = {row.name for row in self.rows}
@@ -417,7 +417,7 @@ def is_compiled_too_large(record: ProfileRecord) -> bool:
 
 
 def race_row(result: RaceResult) -> RaceRow:
-    """Returns a result as a plan's table row."""
+    """Returns a result as a row of a plan's table."""
     record, note = result.record, result.note
     if (not record or record.ok or is_compiled_too_large(record)) and not result.fits:
         # The record's own reason may name an earlier budget.
@@ -451,10 +451,9 @@ def left_out(candidate: Candidate, why: str) -> RaceRow:
 
 
 def kernels_not_timed(outcome: RaceOutcome) -> dict[SegmentKernels, str]:
-    """Finds kernels that no candidate timed within the budget has.
+    """Returns {kernels: "failed: ..." or "was not timed: ..."}, with the first reason.
 
-    Returns:
-        ``{kernels: "failed: ..." or "was not timed: ..."}``, with the first reason.
+    Left out: kernels of a candidate that was timed within the budget.
     """
     choices = {one.name: one.choice for one in outcome.solution.candidates}
     choices |= {one.name: one.candidate.choice for one in outcome.results}

@@ -130,7 +130,7 @@ class Race:
         return race_programs(self.builder, programs, rounds, looks, is_warm)
 
     def rank(self, candidates: Sequence[Candidate]) -> Ranking:
-        """Times candidates, and perhaps leaders again with variants of the fastest."""
+        """Times candidates; if options may race, times leaders again with variants."""
         defaults = self.context.defaults
         # One turn is enough if leaders run again.
         runs_again = defaults.compiler_options
@@ -160,8 +160,8 @@ class Race:
     ) -> Iterator[Admitted]:
         """Yields compiled candidates in batches; the caller may stop after any.
 
-        The first batch has those within reach. Without a budget, a second is made from
-        those left. In `Stage.SMALLEST`, each candidate is a batch, until the deadline.
+        The first is `compile_until_enough_fit`'s. A race without a budget has a second,
+        of those left. In `Stage.SMALLEST`, each candidate is one, until the deadline.
 
         Args:
             candidates: the best by prediction first.
@@ -312,7 +312,7 @@ class Race:
         keep_answer(asked, self.context.store, answer)
 
     def estimated_rows(self, results: Sequence[RaceResult] = ()) -> dict[str, RaceRow]:
-        """Rows by name, of fully constrained candidates and results; {} if measured."""
+        """{name: row} of fully constrained candidates and results; {} if measured."""
         if not self.context.defaults.estimates:
             return {}
         problem, most = self.solution.problem, self.context.budget_bytes

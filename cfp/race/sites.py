@@ -39,7 +39,7 @@ class SiteCheck:
     Attributes:
         source: file and line of the part in the step.
         kernel: name of the replacing kernel.
-        off: largest error, relative to the allowed error; 0 if not compared now.
+        off: largest error / allowed error; 0 if not compared now.
         reason: why the part was not compared; "" if it was.
     """
 
@@ -71,7 +71,7 @@ def check_sites(
 
     Equal parts have one result, with `off` 0 if they passed before. Described devices
     and several processes give none. Inputs are random, of two scales; masks have few or
-    most keys. The program's constants are kept.
+    most keys. Constants are the program's.
     """
     known: dict[str, SiteCheck] = {}
     mesh = context.mesh

@@ -63,7 +63,7 @@ def flag_values(
     """Yields a text such as ``refresh=False``, and the program with that flag's value.
 
     A flag is a scalar argument that gives a long branch's predicate or index, perhaps
-    cast, or with others. Its values are the branches' numbers, 7 at most.
+    cast, or with others. Its values are the numbers of the first 8 branches.
 
     Args:
         carried: ids of donated arguments, excluded: each step would change their value.
@@ -263,7 +263,7 @@ class _Turns:
             del self.order[0]
 
     def look(self) -> None:
-        """Times each program shortly that has no time; looks do not count as turns."""
+        """Times each program shortly (a look) unless it has a record."""
         timing = _timing(self.builder.platform, None)
         for place in range(len(self.order)):
             digest = self.order[place - 1]
@@ -298,9 +298,9 @@ class _Turns:
         self.order = [d for d in self.order if d not in self.fastest_ms]
 
     def note_drift(self) -> None:
-        """Sets `drift` of programs left out: the fastest time now, over that of then.
+        """Sets `drift` of programs left out: the fastest time now / the fastest then.
 
-        So no program wins since it was timed earlier, or only by a short look.
+        So no program wins because it was timed earlier, or only by a short look.
         """
         for digest, before_ms in self.fastest_ms.items() if self.order else ():
             drift = min(map(self._time_ms, self.order)) / before_ms
@@ -331,7 +331,7 @@ class _Turns:
 
 
 def _timing(platform: str, fastest_ms: float | None) -> TimingOptions:
-    """Returns the timing of a turn, or if `fastest_ms` is None a short one (a look)."""
+    """Returns a turn's timing, a look's without `fastest_ms`; on CPUs one for both."""
     if platform == "cpu":
         return _ON_CPUS
     if fastest_ms is None:
@@ -356,8 +356,8 @@ def second_race(
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Selects candidates of a second race from results of the first.
 
-    If `rates` are given, the platform's options race only with long collectives. Then
-    the other choices race with them, too: options may change the order of choices.
+    If `rates` are given, the platform's options race only if the leader's collectives
+    are long. Then other choices race with them, too: options may change their order.
 
     Returns:
         The leader, others at most 4 % slower, and the fastest preset; and variants that
@@ -389,7 +389,7 @@ def second_race(
 
 
 def _collectives_ms(result: RaceResult, rates: Rates) -> float:
-    """Sums times of a compiled program's collectives, ms, each over all axes."""
+    """Ms of a program's collectives one after another, each as if over all axes."""
     axes, total_ms = tuple(name for name, _ in rates.mesh), 0.0
     for one in result.collectives:
         # Sizes of others are of all devices together.
@@ -402,7 +402,7 @@ def _collectives_ms(result: RaceResult, rates: Rates) -> float:
 
 
 def _is_told(samples: Sequence[Sequence[float]]) -> bool:
-    """True after 2+ turns if each program ties with the fastest, or lost each turn."""
+    """True if after 2+ turns each program ties with the fastest or lost each turn."""
     turns = {len(one) for one in samples}
     if len(turns) != 1 or min(turns) < 2:
         return False
@@ -436,7 +436,7 @@ class Ranking:
 
     @property
     def ties(self) -> list[RaceResult]:
-        """The fastest result, and those within 1 % of it if both have two samples.
+        """The fastest result, and results within 1 % if both have 2+ samples.
 
         Of the leaders only, if any ran. Programs over the budget do not count.
         """

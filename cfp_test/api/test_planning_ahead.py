@@ -100,7 +100,7 @@ def test_without_devices_it_cannot_run(ahead):
     with pytest.raises(PlanMismatch, match="and these are") as refused:
         ahead.compile_bound()
     said = " ".join(str(refused.value).split())
-    assert "for 4 of NVIDIA H200 (4xh200)" in said
+    assert "for 4 devices of NVIDIA H200 (4xh200)" in said
     assert "plan.arg_specs and cfp show --python need none" in said
     assert "XLA_FLAGS" not in said
 
@@ -423,7 +423,7 @@ def test_other_devices_than_planned_for_have_one_clear_message(ahead, folder, me
     with pytest.raises(PlanMismatch) as caught:
         cfp.Plan.load(folder / "plan.json", mesh=mesh)
     assert str(caught.value).startswith(
-        "The plan is for 4 of NVIDIA H200 (4xh200), and these are 4 of cpu. "
+        "The plan is for 4 devices of NVIDIA H200 (4xh200), and these are 4 of cpu. "
     )
     assert "plan.on(mesh, other_devices=True)" in str(caught.value)
     # Another kind of device is named before other axes.
@@ -432,7 +432,9 @@ def test_other_devices_than_planned_for_have_one_clear_message(ahead, folder, me
     replace(ahead, environment={}).on(mesh)
     # A measured plan is held to its devices alike.
     measured = replace(ahead, environment={"device_kind": "NVIDIA H200"})
-    with pytest.raises(PlanMismatch, match=r"for 4 of NVIDIA H200, and these are 4"):
+    with pytest.raises(
+        PlanMismatch, match=r"for 4 devices of NVIDIA H200, and these are 4"
+    ):
         measured.bind(step, *arguments(), mesh=mesh)
 
 
@@ -440,7 +442,10 @@ def test_a_plan_is_loaded_for_a_described_mesh(ahead, folder):
     ahead.save(folder / "plan.json")
     loaded = cfp.Plan.load(folder / "plan.json", mesh=cfp.described("4xh200"))
     assert loaded == ahead and loaded.mesh is None
-    for text, differ in (("4xh100", "4 of NVIDIA H100"), ("8xh200", "x=4, got x=8")):
+    for text, differ in (
+        ("4xh100", "4 of NVIDIA H100"),
+        ("8xh200", "x=4, got x=8"),
+    ):
         with pytest.raises(PlanMismatch, match=differ):
             cfp.Plan.load(folder / "plan.json", mesh=cfp.described(text))
 

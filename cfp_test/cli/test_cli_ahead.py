@@ -105,7 +105,9 @@ def test_without_a_plans_devices_only_what_helps_there_is_suggested(tmp_path):
         for more in ((), ("--other-devices",))
     )
     assert refused.code == 2
-    assert "for 4 of NVIDIA H200 (4xh200), and these are 4 of cpu" in refused.err
+    assert (
+        "for 4 devices of NVIDIA H200 (4xh200), and these are 4 of cpu" in refused.err
+    )
     assert "or --other-devices" in refused.err
     assert there.code == 0, there.err
     assert "these are 4 of cpu: results are the step's; times are not" in there.out

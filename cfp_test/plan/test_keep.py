@@ -246,7 +246,9 @@ def test_a_bound_plan_has_the_mesh_that_it_runs_on(loaded):
     run(jnp.array(args[0]), args[1])
     assert run.plan.mesh == mesh
     elsewhere = replace(plan, environment={"platform": "cuda"})
-    with pytest.raises(cfp.PlanMismatch, match="4 of cuda, and these are 4 of cpu"):
+    with pytest.raises(
+        cfp.PlanMismatch, match="4 devices of cuda, and these are 4 of cpu"
+    ):
         elsewhere.bind(step_fn, *args)
 
 

@@ -104,7 +104,7 @@ ESTIMATES = [
     RaceRow(
         name=name,
         predicted_ms=ms,
-        note="estimated; nothing was compiled or run",
+        note="estimated; not compiled or run",
         rung="estimated",
     )
     for name, ms in (("planned", 9.5), ("tensor_sequence_parallel", 1234.5))

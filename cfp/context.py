@@ -44,7 +44,8 @@ class PlannerSettings:
     The first sentence of each attribute is also the help of the command line's option.
 
     Attributes:
-        per_kind: most strategies to measure per kind of segment; more only for presets.
+        per_kind: most strategies to measure per kind of segment, and most of them with
+            rematerialization. Presets may exceed it; kernel variants do not count.
         others: strategies of each kind of segment to measure beside those of the
             presets. The best by estimate are measured. If memory excludes the fastest,
             more are measured while another may make the plan faster by 2 %.
@@ -98,7 +99,8 @@ class PlannerSettings:
         known = [one.name for one in fields(cls)]
         for name in given.keys() - {*known}:
             raise OptionError(
-                f"PlannerSettings has no {name}. {known_names(name, known, _OPTIONS)} "
+                f"PlannerSettings has no setting {name!r}. "
+                f"{known_names(name, known, _OPTIONS)} "
                 "Pass options of cfp.plan, such as memory_budget, to cfp.plan itself."
             )
         return object.__new__(cls)

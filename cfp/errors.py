@@ -139,7 +139,7 @@ class PlanMismatch(CfpError):
 
 
 class NotBound(PlanMismatch, AttributeError):
-    """A loaded plan has no step yet, or a step no plan, so that `hasattr` is False."""
+    """A loaded plan has no step yet, or a step no plan yet; `hasattr` is then False."""
 
 
 class NoSuchFile(CfpError, FileNotFoundError):
@@ -155,7 +155,7 @@ class MemoryBudgetError(CfpError):
 
     Attributes:
       smallest_feasible_bytes: least budget found, or predicted, to be enough.
-      contributors: (part, bytes) of it, such as "temporaries", largest first.
+      contributors: (part, bytes) of that budget, such as "temporaries"; largest first.
     """
 
     def __init__(

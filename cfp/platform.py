@@ -270,7 +270,7 @@ def mesh_shapes(count: int) -> list[Axes]:
 def select(platform: str | None, axes: Axes | None) -> None:
     """Makes JAX use a platform; "cpu" has as many virtual devices as the mesh.
 
-    Also joins other processes of the command, if it was started as one of several.
+    Calls `join_if_asked`. Processes share the virtual devices out.
 
     Args:
         platform: "cpu", "cuda", "tpu", or None: JAX selects platform and devices.

@@ -95,7 +95,7 @@ def resolve(
         return _function_target(text, options, tuple(donate), tuple(static))
     if text.startswith("-"):
         raise CfpError(
-            f"Expected TARGET, got {text}. Put options behind it; see --help."
+            f"Expected TARGET, got {text}. Put options behind TARGET; see --help."
         )
     if text.endswith(".py") and Path(text).is_file():
         return _function_target(f"{text}:", options, tuple(donate), tuple(static))
@@ -209,7 +209,7 @@ def _function_target(
     if required:
         raise CfpError(
             f"{text} needs arguments: {', '.join(required)}. Give options (--"
-            f"{required[0]} 1) or defaults, or wrap it:\n{_EXAMPLE}"
+            f"{required[0]} 1) or defaults, or wrap the function:\n{_EXAMPLE}"
         )
     made = _guarded(lambda: found(**given), f"{text} raised")
     is_pair = isinstance(made, tuple) and len(made) == 2 and callable(made[0])

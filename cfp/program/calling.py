@@ -445,7 +445,7 @@ def is_mutable(node: Any) -> bool:
 
 
 def together(tree: Any, shares: bool = True) -> Any:
-    """Puts :class:`Same` at later places of each object, if `shares`."""
+    """Returns the pytree; if `shares`, with :class:`Same` at objects' later places."""
     places, backs = dict[int, int](), list[int]()
     kept = list[Any]()  # An object that is kept shares its id with no other.
 

@@ -292,7 +292,7 @@ def _multiplied(
 
 
 def _known(factors: Sequence[_Product]) -> defaultdict[Any, list[_Product]]:
-    """Groups those of a jvp by (other operand's root, is backward, parameter dims)."""
+    """Groups factors in a jvp by (other operand's root, is backward, weight's dims)."""
     known = defaultdict[Any, list[_Product]](list)
     for one in factors:
         if _is_within(one.op, "jvp("):

@@ -109,7 +109,8 @@ class Op:
         body: ids of the ops in the regions, also of those in inner regions.
         rule: sharding rule; None for opaque ops, loops and branches.
         scope: JAX's name stack, such as ``jit(step)/jvp(Net)/Dense_0/dot_general``.
-        source: ``model.py:12``, the user's line; "" for kinds that no message names.
+        source: ``model.py:12``, the user's line, or a library's; "" for kinds that no
+            message names.
         parent: id of the loop or branch around the op, or -1.
         repeat: runs in one step: the product of trip counts of loops around the op.
         attributes: as text; "" for loops, branches. Equal text means equal results.
@@ -160,11 +161,11 @@ class Op:
         return self.operands + self.yields
 
     def entered(self, place: int) -> tuple[int, ...]:
-        """Returns those of a loop's `entries` that operand `place` initializes."""
+        """Returns the `entries` of a loop that operand `place` initializes."""
         return self.entries[place :: len(self.operands)]
 
     def yielded(self, place: int) -> tuple[int, ...]:
-        """Returns those of `yields` that a loop or branch returns as result `place`."""
+        """Returns the `yields` that a loop or branch returns as result `place`."""
         return self.yields[place :: len(self.results)]
 
     def integers(self, name: str) -> tuple[int, ...]:
@@ -413,10 +414,7 @@ _Searched = TypeVar("_Searched", bound=Any)
 def searched_once(
     find: Callable[Concatenate[_Searched, _Of], _Found],
 ) -> Callable[Concatenate[_Searched, _Of], _Found]:
-    """Decorator: caches results in the first argument's `looked_for`, by arguments.
-
-    Arguments are hashable, and given by position.
-    """
+    """Decorator: caches results in the first argument's `looked_for`; no keywords."""
 
     @wraps(find)
     def search(searched: _Searched, *of: _Of.args, **none: _Of.kwargs) -> _Found:

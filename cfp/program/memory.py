@@ -172,8 +172,7 @@ def placed_avals(
 def put(leaf: Any, sharding: Sharding) -> jax.Array:
     """Moves a whole array to a sharding, also over several processes.
 
-    Args:
-        leaf: a whole array, equal in all processes; or a `jax.Array` over several.
+    All processes pass equal arrays, or one `jax.Array` that is over several.
     """
     is_here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
     if sharding.is_fully_addressable or not is_here:

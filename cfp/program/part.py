@@ -254,8 +254,7 @@ def cut_out(
 ) -> jax.stages.Lowered:
     """Lowers a part as a function of its inputs, without constraints.
 
-    Args:
-        shardings: of the inputs; () leaves them open.
+    The inputs have `shardings`; () leaves them open.
     """
     lowered = signature(program, part).lower(shardings)
     module = shardy.stablehlo(lowered)

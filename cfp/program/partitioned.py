@@ -184,8 +184,7 @@ def traced_with_callbacks(
 ) -> jax.stages.Traced:
     """Traces a function that may have custom_partitioning ops without sharding_rule.
 
-    JAX refuses them while Shardy is on. The function is then traced again with Shardy
-    off.
+    JAX refuses such ops with Shardy. The function is then traced without Shardy.
     """
     try:
         return jax.jit(fn).trace(*avals)

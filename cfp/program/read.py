@@ -55,7 +55,7 @@ def _is_counter_type(kind: ir.Type) -> bool:
 
 
 def _content(module: ir.Module) -> str:
-    """Digests a module's functions without locations and attributes of arguments."""
+    """Digests functions, without locations, argument attributes, result attributes."""
     digest = hashlib.sha256()
     copy = shardy.copied(module, shardy.WITHOUT_LOCATIONS)
     for function in shardy.functions(copy.operation):
@@ -537,5 +537,5 @@ def other_program(
         remedy = "Use the plan on its own platform, or plan again."
     if planned_for.get("jax_version") not in (None, here.get("jax_version")):
         remedy = f"Install JAX {planned_for['jax_version']}, or plan again."
-    text = "The step's program is not the one that was planned. What differs:"
+    text = "The step's program is not the one that was planned. Differences:"
     return PlanMismatch("\n".join([text, *lines, remedy]))

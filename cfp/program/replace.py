@@ -319,8 +319,7 @@ _MANY = 8
 def rewrite_scatters(module: ir.Module) -> int:
     """Rewrites scatters that are slow on GPUs in a normalised module, on any platform.
 
-    Returns:
-        The number of sums changed from 16-bit to float32; selects do not count.
+    Returns the number of sums changed from 16-bit to float32, without selects.
     """
     function = shardy.main_function(module)
     tables = {tuple(one.type.shape) for one in shardy.main_block(module).arguments}
@@ -334,9 +333,9 @@ def add_up_in_float32(op: ir.Operation, tables: Collection[tuple[int, ...]]) -> 
     """Makes a scatter's sum float32 if it may add many 16-bit rows to one row of zeros.
 
     Returns True if it did. Rows may be many if a row of the result gets over `_MANY`
-    updates on average, or the result has a shape in `tables`, those of the program's
-    arguments: in a table's gradient, tokens repeat. Other scatters stay: tokens that
-    are put back in order rarely meet, and devices would send twice as much.
+    updates on average, or the result has an argument's shape, in `tables`: in a table's
+    gradient, tokens repeat. Other scatters stay: tokens that are put back in order
+    rarely meet, and devices would send twice as much.
     """
     if str(op.results[0].type.element_type) not in _NARROW:
         return False

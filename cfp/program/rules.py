@@ -224,8 +224,7 @@ def correct_rule(
 ) -> Rule | None:
     """Corrects Shardy's rule; None for custom calls that neither share nor sum factors.
 
-    Args:
-        shapes: shapes of the operands.
+    `shapes` are the operands'.
     """
     is_elementwise = len({*rule.operands, *rule.results}) <= 1
     if not (op.name.removeprefix("stablehlo.") in _PADDED_WELL or is_elementwise):

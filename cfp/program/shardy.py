@@ -293,10 +293,8 @@ def normalise(module: ir.Module) -> int:
 
     Also removes conversions to a value's own type, which weak types cause. Loops that
     run once become their bodies. Composites stay. Convolutions that XLA would split
-    wrongly get another layout. Each use of a small constant gets a copy.
-
-    Returns:
-        The number of removed sharding constraints.
+    wrongly get another layout. Each use of a small constant gets a copy. Returns the
+    number of removed sharding constraints.
     """
     with module.context, ir.Location.unknown():
         run_passes(module, _INLINE)

@@ -116,7 +116,7 @@ class FlatStep:
             changes = self.changes(tree, range(len(leaves)))
             raise PlanMismatch(
                 "The arguments' structure changed since the step was planned: "
-                f"{changes}. Pass what was planned for, or plan again."
+                f"{changes}. Pass the planned structure, or plan again."
             )
         return leaves
 
@@ -238,9 +238,7 @@ class FlatStep:
         """Returns the step with state in host memory between its calls.
 
         The step moves the state to the devices, computes, and moves the new state back.
-
-        Args:
-            pairs: (argument leaf, result leaf of its new value).
+        `pairs` are (argument leaf, result leaf of its new value).
         """
         if not pairs:
             return self

@@ -150,11 +150,7 @@ class Alarm:
     def guard(
         self, function: Callable[..., Any], results: Sequence[Any]
     ) -> Callable[..., Any]:
-        """Wraps a callback of flat arrays: on errors returns zeros, keeps the first.
-
-        Args:
-            results: shapes and dtypes of the arrays that it returns.
-        """
+        """Wraps a callback: on errors returns zeros like `results`, keeps the first."""
 
         def guarded(*args: Any) -> Any:
             try:

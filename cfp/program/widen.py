@@ -383,8 +383,7 @@ class Written:
     def lower(self, *shardings: NamedSharding) -> jax.stages.Lowered:
         """Lowers the ops as a function from `inputs` to ``derived + makes``.
 
-        Args:
-            shardings: one for each input; none for one device.
+        There is a sharding for each input, or none for one device.
         """
         return cut_out(self.program, self._part, shardings)
 
@@ -403,11 +402,7 @@ class Written:
         return lowered
 
     def replaced(self, mesh: Mesh, *reads: jax.Array) -> list[jax.Array]:
-        """Computes `makes` by the replacement's functions.
-
-        Args:
-            reads: arrays for ``inputs + derived``.
-        """
+        """Computes `makes` by the functions; `reads` are ``inputs + derived``."""
         known = dict(zip(self.inputs + self.derived, reads, strict=True))
         made: list[jax.Array] = []
         kept: Sequence[jax.Array] = ()

@@ -102,7 +102,7 @@ def warn(text: str) -> None:
 
 
 def summary_of(error: BaseException, lines: int = 1) -> str:
-    """Returns ``TYPE: TEXT``; of TEXT nonblank `lines`, each cut to 300 characters."""
+    """Returns ``TYPE: TEXT``: first `lines` with text, each cut to 300 characters."""
     found = [line[:_MOST_SUMMARY] for line in str(error).splitlines() if line.strip()]
     return ": ".join([type(error).__name__, *filter(None, ["\n".join(found[:lines])])])
 
@@ -131,7 +131,7 @@ class OptionError(CfpError, TypeError):
 
 
 class StepNotTraceable(CfpError):
-    """JAX cannot trace or lower the step."""
+    """JAX or cfp cannot trace, lower or shard the step with these arguments."""
 
 
 class PlanMismatch(CfpError):
@@ -143,7 +143,7 @@ class NotBound(PlanMismatch, AttributeError):
 
 
 class NoSuchFile(CfpError, FileNotFoundError):
-    """A plan's, a cluster's or a target's file does not exist."""
+    """The file of a plan, a target or a described cluster does not exist."""
 
 
 class ProcessError(CfpError):

@@ -171,11 +171,7 @@ def parse_bytes(text: int | float | str | None) -> int | None:
 
 
 def format_bytes(count: float, *, up: bool = False) -> str:
-    """Formats bytes: ``512 B``, ``1.50 GiB``.
-
-    Args:
-        up: True rounds up, so that the written amount suffices.
-    """
+    """Formats bytes: ``512 B``, ``1.50 GiB``; rounded `up`, the amount suffices."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024 or unit == "GiB":
             rounded = ceil(count * 100) / 100 if up else count

@@ -174,7 +174,7 @@ _DESCRIBED: dict[Any, PartitionedCall] = {}
 
 
 def call_of(attributes: str) -> PartitionedCall | None:
-    """Finds the call named in an op's attributes; None if this process has none."""
+    """Finds the call that attributes name; None without one lowered in this process."""
     found = PARTITIONED.search(attributes)
     return _CALLS.get(found[1]) if found else None
 
@@ -484,7 +484,8 @@ def _partition(call: PartitionedCall, mesh: Mesh, operands: Any, results: Any) -
 def _sharded_dims(call: PartitionedCall, mesh: Mesh, given: Sequence[Spec]) -> Dims:
     """Returns {dim: axes}: a factor's dims get the axes of its first sharded dim.
 
-    A factor stays whole if an earlier one has any of these, or they do not divide it.
+    A factor stays whole if an earlier one has any of its axes, or if these do not
+    divide it evenly.
     """
     found: Dims = {}
     used: set[str] = set()

@@ -509,7 +509,7 @@ def other_program(
     planned_for: Mapping[str, str],
     here: Mapping[str, str],
 ) -> PlanMismatch:
-    """Returns an error with the differences of a step's program and the planned one.
+    """Returns an error that lists how a step's program differs from the planned one.
 
     Args:
         planned: outline of the planned program; None if the plan has none.

@@ -76,7 +76,7 @@ class Rule:
     def whole_along(self, factors: frozenset[int]) -> Rule:
         """Returns the rule with `factors` fixed, and `held`.
 
-        Newly fixed factors are `gathered` if they are not summed. None stay summed.
+        Newly fixed factors are `gathered`, or if summed leave `reduction`.
         """
         return replace(
             self,
@@ -265,7 +265,7 @@ def _unpadded(rule: Rule) -> Rule:
 
 
 def _call_rule(rule: Rule) -> Rule | None:
-    """Fixes a call's unsummed factors that one tensor has alone; None if all are so."""
+    """Fixes a call's unsummed factors that one tensor has alone; None if all are."""
     tensors = (*rule.operands, *rule.results)
     seen = [{f for dim in dims for f in dim} for dims in tensors]
     alone = {f for f in range(len(rule.sizes)) if sum(f in s for s in seen) < 2}

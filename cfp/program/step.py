@@ -171,7 +171,7 @@ class FlatStep:
         return [*zip(named[::2], named[1::2], strict=True)]
 
     def parted(self, names: Sequence[str]) -> str:
-        """Returns "A and B", places of one object here, of two in `names`; else ""."""
+        """Returns "A and B": one object in the step, two in `names`; "" if none."""
         later = (
             x for x in self._shared if any(n.startswith(f"{x[1]}/") for n in names)
         )
@@ -188,7 +188,7 @@ class FlatStep:
         }
 
     def changes(self, in_tree: Any, leaves: Sequence[Any]) -> str:
-        """Describes one change: order, shared objects, leaves, else static data."""
+        """Describes how arguments changed: order, sharing, leaves, else static data."""
         now, before = tree_unflatten(in_tree, leaves), self._dynamic
         static = {key for key, _ in self.static}
         names = [name for _, name, _ in _named_leaves(self.fn, now, static)]

@@ -71,8 +71,8 @@ def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
     started = time.perf_counter()
     if analyzed.step.inner_jit_donates:
         warn(
-            "The jax.jit around the step donates arguments, which cfp ignores: give "
-            "cfp donate_argnums or donate_argnames, too."
+            "The jax.jit around the step donates arguments, and cfp does not. Give cfp "
+            "donate_argnums or donate_argnames, too."
         )
     analysis = analyzed.analysis
     with unchecked(), options.context(analyzed.mesh) as context:
@@ -239,8 +239,8 @@ def plan_fastest(
     Args:
         variants: steps with distinct names; they differ in mesh, step or arguments.
         quiet: True shows no progress, as for :func:`cfp.plan`.
-        leaner: makes variants of less memory. If none of `variants` fits, not even with
-            state in host memory, these are tried in order until one fits.
+        leaner: makes variants of less memory. If none of `variants` fits, nor the
+            smallest with state in host memory, these are tried until one fits.
         settings: as for :func:`cfp.plan`; ``seconds`` limits all variants together.
         options: ``static_argnums``, ``static_argnames``, ``donate_argnums``,
             ``donate_argnames``, ``memory_budget``, ``pins``, ``preset`` and

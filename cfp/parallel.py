@@ -72,7 +72,8 @@ def parallelize(
         of weak types, as of ``jnp.full(shape, 0.1)``, gets the types of the results.
 
     Raises:
-        OptionError: an option is unknown, or decides a plan beside a given `plan`.
+        OptionError: `fn` is no plain function; an option is unknown, or decides a plan
+            beside a given `plan`.
         NoSuchFile: the file of `plan` does not exist.
         PlanMismatch: the file of `plan` contains no valid plan.
     """
@@ -133,11 +134,11 @@ def _explained(path: str | None, changes_of: Callable[[], str]) -> Iterator[None
 class ParallelStep:
     """A step function that is planned at its first call; see :func:`parallelize`.
 
-    A call with other shapes or types, or under another configuration of JAX, plans
-    again, as ``jax.jit`` compiles again, and warns. With a saved plan it raises
-    `PlanMismatch` if the step differs. Later plans keep the first's shardings of
-    unchanged arguments if these fit in memory; they do not with ``preset=`` or several
-    processes of JAX.
+    A call with other shapes, types or static values, or under another configuration of
+    JAX, plans again and warns. With a saved plan it raises `PlanMismatch` if the step
+    differs. Later plans keep the first's shardings of unchanged arguments if these fit
+    in memory, except with ``preset=``, several processes of JAX, or ``jax.set_mesh`` of
+    other devices.
 
     Attributes:
         plans: all plans, in the order in which they were made.
@@ -210,7 +211,7 @@ class ParallelStep:
     def _as_saved(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], now: Hashable
     ) -> _Planned | None:
-        """Binds and compiles `plan=`, or CFP_PLAN's file, for a call; None if none."""
+        """Binds and compiles `plan=`, or CFP_PLAN's file; None if neither is given."""
         path, saved = os.environ.get(PLAN_VARIABLE), self._given
         if saved is None and path:
             saved = Plan.load(path)
@@ -234,7 +235,7 @@ class ParallelStep:
             return _Planned(now, bound, bound.compile_bound(tell))
 
     def _changes(self, step: FlatStep) -> str:
-        """Changes of the tree since the latest call or the given plan; "" if none."""
+        """Changes of the structure since the latest call or the given plan; or ""."""
         given = self._given.step if self._given else None
         before = self._latest.compiled.step if self._latest else given or step
         is_same = before.in_tree == step.in_tree
@@ -283,8 +284,8 @@ class ParallelStep:
             is_alike = before.in_tree == step.in_tree
             resized = is_alike and sizes != [a.shape for a in before.avals]
             warn(
-                f"{self.__name__!r} is planned again, {again}. That takes planning and "
-                f"compiling.{' Drop or pad a smaller last batch.' * resized} "
+                f"{self.__name__!r} is planned again, {again}. Planning and compiling "
+                f"take time.{' Drop or pad a smaller last batch.' * resized} "
                 "step.plans lists all plans."
             )
         doing = f"planning how to shard {self.__name__!r}, {when}"

@@ -128,7 +128,6 @@ class PlanOptions:
     def context(
         self, mesh: Mesh | DescribedMesh
     ) -> AbstractContextManager[PlanContext]:
-        """Opens the context of all passes on a mesh."""
         budget = parse_bytes(self.memory_budget)
         return open_context(mesh, self.cache_dir, budget, self.settings)
 
@@ -246,7 +245,7 @@ def _measured(
     measurer: Measurer,
     all_presets: bool,
 ) -> Profiles:
-    """Measures strategies; more presets if one failed, or if memory may be short."""
+    """Measures strategies; of more presets if one fails, or if memory may be short."""
     settings, defaults = context.settings, context.defaults
     estimates, every = estimate_among(analysis, rates, settings.dimensions)
     costs = Costs(analysis, rates, Dimension.REMAT in settings.dimensions)
@@ -414,12 +413,12 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
 def search_further(
     context: PlanContext, analysis: Analysis, outcome: RaceOutcome
 ) -> Solution | None:
-    """Searches again after a race without a winner; None if no search is left.
+    """Searches again after a race; returns None if no search is left.
 
-    Returns the first of: a search by compiled sizes, one of all presets, candidates of
-    least memory. Once time is over, only the last. After a winner: None, or a search by
-    compiled sizes if it rematerializes and predicted memory was ample. A remembered
-    winner without a race ends only the last.
+    Without a winner: by compiled sizes, else of all presets, else candidates of least
+    memory; once time is over, only the last. With a winner: by compiled sizes, if it
+    rematerializes and predicted memory was ample. After a remembered winner without a
+    race: by compiled sizes, else of all presets.
     """
     solution, won = outcome.solution, outcome.winner
     profiles, may_go_on = solution.profiles, not context.is_over
@@ -451,7 +450,7 @@ def search_as_compiled(
     """Searches with temporary memory scaled by compiled-to-predicted ratios.
 
     Uses the median and the largest ratio, and may rematerialize further segments.
-    Returns None without a search, or if it adds neither candidates nor options.
+    Returns None if nothing was searched before, or nothing is new.
     """
     problem, rates = solution.problem, solution.rates
     if problem is None or rates is None:
@@ -483,7 +482,7 @@ def _fitting_by_scaled_memory(
     solution: Solution,
     known: Collection[Choice],
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Predicts new (plans, rematerialized presets) that fit; compiles none."""
+    """Returns (plans, rematerialized presets), none in `known`, that fit if scaled."""
     problem, names = solution.problem, {one.name for one in solution.candidates}
     programs = programs_of(analysis, solution.candidates, context.environment)
     factors = dict[Choice, float]()
@@ -531,7 +530,7 @@ def _smallest(
     solution: Solution,
     results: Sequence[RaceResult],
 ) -> Solution | None:
-    """Returns new candidates of little memory; None if all were tried.
+    """Returns a solution of new candidates of little memory; None if all were tried.
 
     The fastest by compiled sizes, the leanest, the leanest like the smallest program;
     and presets predicted below that program, constrained at arguments as if by hand.
@@ -580,8 +579,8 @@ def _no_preset(
         mesh = ",".join(f"{axis}=2" for axis in axes)
         text = (
             f"The preset {name!r} is for a mesh with the axes {', '.join(axes)}, and "
-            f"this one is {mesh_text(here)}. Give such a mesh, as --mesh {mesh}, or a "
-            "preset of this one"
+            f"the mesh is {mesh_text(here)}. Give such a mesh, as --mesh {mesh}, or "
+            "another preset"
         )
     return OptionError(f"{text}. {known_names(name, known, ALIASES)}")
 

@@ -94,7 +94,7 @@ def complete_plan(
         if isinstance(error, MemoryBudgetError) and context.is_over:
             error = error.with_line(
                 "Planning ran out of time before it compiled all smaller candidates. "
-                "Give it more (--time-budget, cfp.PlannerSettings(seconds=...))."
+                "Give it more time (--time-budget, cfp.PlannerSettings(seconds=...))."
             )
         raise error
     kept = BuildEnvironment.beside(context.store.path)
@@ -201,7 +201,7 @@ def facts_of(meshes: Sequence[Mesh], options: PlanOptions) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _Tried:
-    """A variant with its estimate, and its plan, error, or why neither exists."""
+    """A variant with its estimate, and its plan, its error, or a note why neither."""
 
     variant: Variant
     estimate: Estimate = _UNKNOWN
@@ -227,7 +227,7 @@ class _Planning:
         return max(0.0, end - now())
 
     def fastest(self) -> Fastest:
-        """Plans the best; returns the fastest by a race, else by plans' own times."""
+        """Plans the best; returns the fastest by one race, else by each plan's time."""
         tried = self.tried()
         found = {one.variant.name: one.found for one in tried if one.found}
         measured = {n: f for n, f in found.items() if f.plan.measured_ms is not None}
@@ -366,12 +366,11 @@ class _Planning:
             if not isinstance(one.error, MemoryBudgetError):
                 return
             one.error = one.error.with_line(
-                f"This is with {size} of state in host memory, all state that only "
-                "its own update reads."
+                f"The plan was tried with {size} of state in host memory."
             )
 
     def analyzed(self, variant: Variant, in_host: InHost = ()) -> Analyzed:
-        """Analyses a variant once, anew with `in_host`; other processes do so, too."""
+        """Analyses a variant once, but anew with `in_host`, here and in followers."""
         name, mesh = variant.name, variant.mesh
         if name in self.known and not in_host:
             return self.known[name]
@@ -398,7 +397,7 @@ class _Planning:
         return replace(self.options, settings=replace(self.options.settings, **how))
 
     def tell(self, name: str, event: Progress | str) -> None:
-        """Passes on a progress event, after the variant's name if there are several."""
+        """Passes an event to `progress`, after the variant's name if of several."""
         if progress := self.options.settings.progress:
             before = f"{name}: " if name and len(self.variants) > 1 else ""
             said = before + (event if isinstance(event, str) else event.label)
@@ -478,7 +477,7 @@ def _program(name: str, found: FoundPlan, *where: tuple[str, str]) -> RaceProgra
 
 
 def _no_plan(tried: Sequence[_Tried]) -> CfpError:
-    """Joins the errors; if all lack memory, returns the smallest's with all needs."""
+    """Joins the errors; if all lack memory, returns `least_short` of them."""
     errors = {one.variant.name: one.error for one in tried if one.error}
     short = {n: one for n, one in errors.items() if isinstance(one, MemoryBudgetError)}
     if len(short) == len(errors):

@@ -89,11 +89,11 @@ class Leaf:
     """Comparison of a leaf of a step's results with the reference's leaf.
 
     Attributes:
-        relative_l2: L2 distance to the reference, over its norm if not 0; may be inf.
+        relative_l2: L2 distance to the reference / its norm (if not 0); may be inf.
         size: L2 norm under the plan; numbers that are not finite count as 0.
         rounding: root mean square relative distance between usual results and those of
             repetitions with other last bits; 0 without repetitions.
-        change: relative distance to the old state; None if no state, or same integers.
+        change: state's relative change in the step; None if no state, or same integers.
         norms: L2 norms of the reference, and of the repetitions.
         tolerance: distance that passes in a leaf that steps change enough.
         margin: allowed multiple of `rounding`.
@@ -153,8 +153,8 @@ class Differences(list[Leaf]):
     """Comparisons of all leaves, the largest distance first; `str` lists the largest.
 
     Attributes:
-        rounded: {path: the reference's distance to the step without `Plan.precision`},
-            largest of changed state (relative to its change), and of other leaves.
+        rounded: {path: the reference's distance to the step without `Plan.precision`}
+            of two leaves: the largest of changed state, over its change; and of others.
     """
 
     def __init__(
@@ -167,12 +167,12 @@ class Differences(list[Leaf]):
 
     @property
     def failures(self) -> list[Leaf]:
-        """Leaves whose distance exceeds the allowed one, except undecided leaves."""
+        """Leaves that are far, and not undecided: see `Leaf`."""
         return [leaf for leaf in self if leaf.is_far and not leaf.is_undecided]
 
     @property
     def nearest(self) -> Leaf | None:
-        """The decided leaf nearest its limit, or furthest beyond; None if none is."""
+        """The leaf nearest its limit, or furthest beyond; None if all are undecided."""
         decided = [leaf for leaf in self if not leaf.is_undecided]
         return max(decided, key=lambda x: x.relative_l2 / x.allowed, default=None)
 
@@ -193,7 +193,7 @@ def compare(found: Any, expected: Any) -> Differences:
     """Compares arrays and numbers by path; a NaN in one tree alone is infinitely far.
 
     Raises:
-        CfpError: paths or shapes differ; containers' types and functions may differ.
+        CfpError: paths or shapes differ; types of containers and other leaves may.
     """
     have, want = _by_path(fixed(found)), _by_path(fixed(expected))
     odd = [f"{x or 'the result'} is not expected" for x in have if x not in want]
@@ -335,7 +335,7 @@ class Check:
         return perturbed().compile() if perturbed else self.reference.step
 
     def _changes(self, expected: Any) -> dict[str, float]:
-        """Maps paths in the result to `Leaf.change`, where it is not None."""
+        """Returns {path in the result: `Leaf.change`}, without None."""
         expected = released(expected)
         parts = tree_flatten_with_path(expected, lambda node: node is not expected)[0]
         changes = {}
@@ -351,7 +351,7 @@ class Check:
     def _rounded(
         self, have: Any, changes: Mapping[str, float], tell: Callable[[str], None]
     ) -> tuple[dict[str, float], set[str]]:
-        """Largest distances to a run without precision; paths finite only there."""
+        """Returns `Differences.rounded`, and paths finite only without precision."""
         if (plain := self.reference.unrounded) is None:
             return {}, set()
         tell("running the step without --precision")
@@ -374,7 +374,7 @@ class Check:
         return made if is_here else jax.tree.map(self._on_reference, made)
 
     def _on_reference(self, leaf: Any) -> jax.Array:
-        """Moves an array whole to the reference's device, if that is a single one."""
+        """Moves a whole array to the reference's device, unless it has several."""
         devices = self.reference.step.out_shardings[0].device_set
         if len(devices) > 1:
             return jnp.asarray(leaf)
@@ -383,7 +383,7 @@ class Check:
         return fetch(leaf, device) if is_array else jax.device_put(leaf, device)
 
     def _each(self, change: Callable[[Any], Any]) -> list[Any]:
-        """Returns the arguments, with `change` applied to leaves of nonstatic ones."""
+        """Returns the arguments, nonstatic ones with leaves mapped by `change`."""
         step = self.reference.step.step
         leaves = map(change, step.flatten(self._args, {}))
         made = iter(released(tree_unflatten(step.in_tree, leaves))[0])

@@ -103,7 +103,6 @@ class Trial:
 
 
 def _result_name(place: str) -> str:
-    """Names a result: ``result[2]``, a dict's key, or ``result`` of one array."""
     return f"result[{place}]" if place.isdigit() else place or "result"
 
 

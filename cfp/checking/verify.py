@@ -44,7 +44,7 @@ def verify(
     cache_dir: str | Path | None = None,
     progress: Callable[[Progress | str], None] | None = None,
 ) -> Plan:
-    """Times a plan and the presets, with the plan's level of constraints.
+    """Times a plan, and presets that differ from it, at the plan's constraint level.
 
     Args:
         seconds: time limit. Programs not begun by then are left out, others timed once
@@ -90,7 +90,7 @@ def verify(
         reasons = "; ".join(f"{r.name}: {r.reason}" for r in results)
         raise CfpError(
             "Neither the plan nor a preset runs on these devices: "
-            f"{reasons[:2000]}. Plan these devices with cfp plan."
+            f"{reasons[:2000]}. Plan for these devices with cfp plan."
         )
     made = replace(plan, environment=environment)
     if best is not results[0]:

@@ -165,7 +165,7 @@ def folders() -> str:
 
 
 def driver() -> str | None:
-    """Describes NVIDIA's driver, None without one; fails if JAX cannot use it."""
+    """Describes NVIDIA's driver, None without one; fails if too old, or without GPU."""
     if not shows_nvidia():
         return None
     if not (rows := _gpus()):
@@ -246,7 +246,7 @@ def judged_sum(count: int, size_bytes: int, error: float, time_ms: float) -> str
     if link:
         text += f", {rate / link:.0%} of the NVLinks' {link:.0f} in each direction"
     if rate < LEAST_SHARE * link and os.environ.get("NCCL_P2P_DISABLE") != "1":
-        raise Failure(text)
+        raise Failure(f"{text}; {LEAST_SHARE:.0%} or more expected")
     return text
 
 
@@ -370,7 +370,7 @@ CHECKS = (
 
 
 def examine(only: Collection[str] = (), jax_timeout_s: float = 300) -> Iterator[Result]:
-    """Runs named checks, or all; once a check with JAX fails, later ones are ABSENT."""
+    """Yields results of named checks or all; ABSENT once a check with JAX failed."""
     checks = [check for check in CHECKS if not only or check.name in only]
     yield from (check.result() for check in checks if check.run in WITHOUT_JAX)
     if not (checks := [check for check in checks if check.run not in WITHOUT_JAX]):

@@ -154,8 +154,8 @@ def plan_on_ray(
             made, found = ray.get(runner.plan.remote(work, [*kept.records()]))
         except ray.exceptions.RayActorError as error:
             raise CfpError(
-                f"{RUNNER_RESTARTS + 1} runners crashed in a row: {error}. Check that "
-                "JAX runs on the devices; the same command continues from the records."
+                f"The runner crashed, after up to {RUNNER_RESTARTS} restarts: {error}. "
+                "Check that JAX runs on the devices; the same command continues."
             ) from error
         finally:
             ray.kill(runner)
@@ -193,8 +193,8 @@ def connected(address: str) -> Iterator[Any]:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise CfpError(
             f"Cannot connect to a Ray cluster, {address}: "
-            f"{str(error).strip().partition(chr(10))[0]}. Give a running one's address "
-            "and use its versions of Python and Ray, or give --ray local."
+            f"{str(error).strip().partition(chr(10))[0]}. Give a running cluster's "
+            "address, and use its versions of Python and Ray; or give --ray local."
         ) from error
     try:
         yield ray

@@ -112,7 +112,6 @@ def device_difference(
 
 
 def _facts(devices: Sequence[Any] | DescribedMesh) -> Mapping[str, str]:
-    """Returns {name: text}, at least of the devices' kind, platform and number."""
     if isinstance(devices, DescribedMesh):
         return devices.environment
     return {
@@ -137,9 +136,7 @@ def check_devices(
     version, remedy = environment.get("jax_version", jax.__version__), ""
     here = _facts(devices)["platform"]
     if differ:
-        remedy = (
-            "Use the plan's devices (plan.arg_specs and cfp show --python need none)"
-        )
+        remedy = "Use the plan's devices (plan.arg_specs, cfp show --python need none)"
         if {here, environment.get("platform", "cpu")} == {"cpu"}:
             remedy = "Set XLA_FLAGS=--xla_force_host_platform_device_count="
             remedy += f"{prod(size for _, size in axes)} for as many virtual devices"

@@ -410,7 +410,6 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
 
 
 def _arguments(names: Sequence[str], types: Sequence[str]) -> list[list[Any]]:
-    """Returns (path, type) of the leaves of each argument."""
     every = by_argument(names).values()
     return [[(path, types[place]) for path, place in leaves] for leaves in every]
 

@@ -511,7 +511,7 @@ def _error(
 
 
 def _least_state_bytes(analysis: Analysis) -> int:
-    """Bytes of the state on each device if all devices shard it; not of host memory."""
+    """Bytes per device of the state outside host memory, if all devices shard it."""
     frame, devices = analysis.frame, prod(size for _, size in analysis.frame.mesh)
     program = frame.program
     here = (p for p in frame.group_of_arg if not any(program.arg_memory[p : p + 1]))

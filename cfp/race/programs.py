@@ -74,7 +74,7 @@ def variants(one: Candidate, rules: PlatformDefaults) -> list[Candidate]:
     """Returns variants of a race's leader, named by what differs.
 
     The first is the leader, without `rules.first_options` if it has them. Others add a
-    set of `rules.compiler_options` to the first. A preset also gets its other levels.
+    set of `rules.compiler_options` to the first. A preset also gets other levels.
     """
     others = [
         replace(one, name=level_name(one.name, level), level=level)

@@ -689,7 +689,7 @@ def test_what_a_wrapper_donates_must_be_said(mesh, cache, recwarn):
         return w - (x @ w), x.sum()
 
     jitted = jax.jit(step, donate_argnums=0)
-    with pytest.warns(UserWarning, match="give cfp donate_argnums"):
+    with pytest.warns(UserWarning, match="Give cfp donate_argnums"):
         assert cfp.plan(jitted, *args, **how).donated == (False, False)
     recwarn.clear()
     assert cfp.plan(jitted, *args, donate_argnums=0, **how).donated == (True, False)

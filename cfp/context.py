@@ -164,7 +164,7 @@ def dimensions_of(names: str | Iterable[str]) -> frozenset[Dimension]:
     for name, found in plain.items():
         if found not in known:
             raise CfpError(
-                f"choose has no {name!r}. {known_names(found, known, _ALIASES)}"
+                f"choose has no choice {name!r}. {known_names(found, known, _ALIASES)}"
             )
     if not plain:
         raise CfpError(

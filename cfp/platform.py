@@ -210,7 +210,7 @@ def _number(name: str, given: int | None, environment: Mapping[str, str]) -> int
     return int(text)
 
 
-def is_asked() -> bool:
+def is_join_asked() -> bool:
     """True if a variable of `join` is set (not ""), or `CFP_JOIN` (not "", not "0")."""
     names = (COORDINATOR, PROCESSES, PROCESS_ID)
     return any(map(os.environ.get, names)) or os.environ.get(JOIN, "") not in ("", "0")
@@ -218,7 +218,7 @@ def is_asked() -> bool:
 
 def join_if_asked() -> None:
     """Calls :func:`join` if the environment asks for it and JAX has not joined yet."""
-    if is_asked() and not jax.distributed.is_initialized():
+    if is_join_asked() and not jax.distributed.is_initialized():
         join(
             join_seconds=_number("CFP_JOIN_SECONDS", None, os.environ) or JOIN_SECONDS,
             lost_seconds=_number("CFP_LOST_SECONDS", None, os.environ) or LOST_SECONDS,
@@ -324,7 +324,7 @@ def _share(count: int) -> int:
     return each + (talk.channel.process < more)
 
 
-def make_asked_mesh(axes: Axes | None) -> Mesh:
+def make_command_mesh(axes: Axes | None) -> Mesh:
     """Makes a command's mesh; with all devices if axes is None.
 
     Raises:

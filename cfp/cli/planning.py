@@ -96,7 +96,7 @@ def variants_of(ctx: typer.Context) -> dict[str, Any]:
 
     def make(axes: platform.Axes | None) -> Mesh | DescribedMesh:
         if cluster is None:
-            return platform.make_asked_mesh(axes)
+            return platform.make_command_mesh(axes)
         return mesh_of(cluster, axes)
 
     meshes = [make(shape) for shape in shapes]

@@ -89,7 +89,7 @@ def open_target(
     # The target first: an unknown target is reported without devices.
     target = resolve(text, options, donate=donate, static=static)
     if not of_plan:
-        return target, platform.make_asked_mesh(axes)
+        return target, platform.make_command_mesh(axes)
     return target, platform.make_mesh(axes, remedy=remedy)
 
 

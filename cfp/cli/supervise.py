@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cfp.errors import CfpError
-from cfp.platform import is_asked
+from cfp.platform import is_join_asked
 from cfp.profiling import tasks
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import forget, is_late, settle
@@ -121,13 +121,13 @@ def _attend(child: int, store: ProfileStore) -> int | None:
         return exit_code
     how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
     cause = "crashed", f"the process ended {how}"
-    of_others = (*_SENT_BY_OTHERS, *([signal.SIGABRT] if is_asked() else ()))
+    of_others = (*_SENT_BY_OTHERS, *([signal.SIGABRT] if is_join_asked() else ()))
     if not settle(store, child, None if is_overdue or -code in of_others else cause):
         return exit_code  # No work was in progress: an ordinary end.
     if sys.stderr.isatty():  # Erases the child's live line, and shows the cursor.
         sys.stderr.write("\r\x1b[2K\x1b[?25h")
         sys.stderr.flush()
-    if not is_asked():
+    if not is_join_asked():
         return None
     # Of several processes, a new child would be out of step with the others.
     why = "took too long" if is_overdue else f"exit code {exit_code}"

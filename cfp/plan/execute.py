@@ -496,7 +496,7 @@ class CompiledStep:
                 results = self.compiled(*placed.leaves)
         except (RuntimeError, ValueError) as error:
             if "has been deleted" in str(error):  # JAX does not say which argument.
-                self.dispatch.check_there(placed.leaves)
+                self.dispatch.check_not_deleted(placed.leaves)
             raise
         self.dispatch.remember(placed, results)
         made = tree_unflatten(self.out_tree, results)

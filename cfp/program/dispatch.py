@@ -224,10 +224,10 @@ class Dispatch:
             donated = self._step.donated
             kept = frozenset(i for i in there.difference(copied) if not donated[i])
         if _ASKS_FIRST:
-            self.check_there(placed)
+            self.check_not_deleted(placed)
         return Placed(placed, changed, kept, memory)
 
-    def check_there(self, leaves: Sequence[jax.Array]) -> None:
+    def check_not_deleted(self, leaves: Sequence[jax.Array]) -> None:
         """Raises PlanMismatch if an argument is deleted, as by donation to a step."""
         if any(map(_is_deleted, leaves)):
             raise self._gone([*map(_is_deleted, leaves)].index(True))

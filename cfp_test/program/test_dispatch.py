@@ -104,10 +104,10 @@ def test_an_expected_array_that_is_gone(mesh):
     one, state = dispatch(mesh, donate=()), arrays(mesh)
     c = jax.device_put(jnp.ones(3), NamedSharding(mesh, PartitionSpec()))
     called(one, [*state, c], [])
-    one.check_there([*state, c])
+    one.check_not_deleted([*state, c])
     state[1].delete()
     with pytest.raises(PlanMismatch, match=r"'state/1' is gone"):
-        one.check_there([*state, c])
+        one.check_not_deleted([*state, c])
 
 
 def test_nothing_is_kept_alive(mesh):

@@ -108,7 +108,10 @@ def _refuse_machine(accelerator: str) -> None:
         )
     if accelerator == "tpu":
         raise _refusal(
-            "libtpu's sources are not public.", "a wheel of libtpu", "tpu", "--cpu"
+            "libtpu's sources are not public.",
+            "a wheel of libtpu",
+            "tpu",
+            "--accelerator cpu",
         )
     # On x86_64 the build brings its own.
     if machine != "x86_64" and shutil.which("clang") is None:

@@ -15,7 +15,7 @@ def create(environment: Path, python: str) -> str:
     """Makes an environment; returns its interpreter."""
     run(
         [python, "-m", "venv", environment],
-        attempt="name another interpreter with --interpreter",
+        attempt="name another interpreter with --python",
     )
     return str(environment / "bin" / "python")
 

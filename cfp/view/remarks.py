@@ -40,15 +40,15 @@ def unplanned_text(plan: Plan) -> str:
 
 
 def _nothing_sharded(plan: Plan) -> Values:
-    """Returns three texts if several devices shard no block, or nothing; else ()."""
+    """Returns four texts if several devices shard no block, or nothing; else ()."""
     devices = prod(size for _, size in plan.mesh_axes)
     what = "all blocks run whole on each device"
     if devices > 1 and plan.arg_specs and not words.is_sharded(plan):
         what = "nothing is sharded"
     elif not words.runs_whole(plan):
         return ()
-    _, rows, _ = words.other_batches(plan) or ("", "", "")
-    return what, str(devices), f", and do not divide {rows}" * bool(rows)
+    _, rows, batch = words.other_batches(plan) or ("", "", "a larger batch")
+    return what, str(devices), f", and do not divide {rows}" * bool(rows), batch
 
 
 def _branches(plan: Plan) -> Values:
@@ -221,8 +221,7 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     ),
     (
         _nothing_sharded,
-        "{}: {} devices are no faster than one for this step{}: use one, or a larger "
-        "batch",
+        "{}: {} devices are no faster than one for this step{}: use one, or {}",
     ),
     (
         _crossing,

@@ -196,7 +196,7 @@ def test_microbatches_that_the_devices_do_not_divide_are_said(
     assert plan.winner == "replicated" and whole in said
     assert (
         "nothing is sharded: 8 devices are no faster than one for this step, and do "
-        f"not divide microbatches of {part}: use one, or a larger batch"
+        f"not divide microbatches of {part}: use one, or a batch of {others}"
     ) in said
     [cost] = re.findall(r"while at .* costs ([0-9.]+) ms by estimate", "".join(said))
     assert 0.1 < float(cost) <= plan.predicted_ms * 7 / 8 + 0.005, "rounded"

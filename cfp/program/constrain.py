@@ -337,7 +337,7 @@ class _Rematerializer:
         return sorted(filter(None, owners), key=lambda op: self.place[op])
 
     def _signals(self, made: set[ir.Value]) -> dict[ir.Value, None]:
-        """Returns gradients as keys: values between forward and backward ops."""
+        """Returns, as keys, gradients: readers' operands made after the forward ops."""
         turn = max(self.place[op] for op in self.number)
         end = self.place[self.readers[0]]
         return {

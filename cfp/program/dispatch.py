@@ -273,7 +273,7 @@ class Dispatch:
         )
 
     def _looked_up(self, look: Look, there: set[int]) -> tuple[_Memory, Sequence[int]]:
-        """Returns updated references, and new leaves that may share donated memory.
+        """Returns updated references, and indices of new leaves that may share memory.
 
         If leaf i was the last call's result j, the next may expect its result j at i.
         `there` has indices of new leaves that were not moved.

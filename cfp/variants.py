@@ -304,7 +304,7 @@ class _Planning:
         raise error
 
     def lean(self, short: Sequence[_Tried]) -> list[_Tried]:
-        """Plans the smallest of `short`, which lack memory, with state in host memory.
+        """Plans the smallest of `short` with state in host memory, without a preset.
 
         If it lacks memory still, tries leaner variants until one fits. Returns these,
         without variants that failed for other reasons than memory.

@@ -205,8 +205,8 @@ def compare(found: Any, expected: Any) -> Differences:
         one, other = (jnp.asarray(on_device(x)) for x in (have[name], leaf))
         if one.shape != other.shape:
             raise CfpError(
-                f"Results of different shapes cannot be compared: {name} is "
-                f"{one.shape}, and {other.shape} expected."
+                f"Arrays of different shapes cannot be compared: {name or 'result'}: "
+                f"got {one.shape}, and {other.shape} is expected."
             )
         # One leaf at a time, so that moved copies are released at once.
         with jax.enable_x64(True):

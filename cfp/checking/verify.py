@@ -47,8 +47,8 @@ def verify(
     """Times a plan, and presets that differ from it, at the plan's constraint level.
 
     Args:
-        seconds: time limit. Programs not begun by then are left out, others timed once
-            at least. A run has a limit, too, unless the plan is for other devices.
+        seconds: time limit. Programs not begun by then do not run, others once at
+            least. Each run has a limit, too, unless the plan is for other devices.
 
     Returns:
         Plan of the fastest program; `race` has all results, the given plan's first.

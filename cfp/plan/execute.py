@@ -152,7 +152,7 @@ def check_devices(
 
 
 def mesh_here(axes: Axes, environment: Mapping[str, str], draws: bool = False) -> Mesh:
-    """Makes a plan's mesh of `jax.set_mesh`'s or else the first devices, checked."""
+    """Makes a plan's mesh of `jax.set_mesh`'s, else the first devices, once checked."""
     names = tuple(name for name, _ in axes)
     shape = tuple(size for _, size in axes)
     around = get_mesh()

@@ -100,7 +100,7 @@ class LeftFigures:
     Attributes:
         kind: kind of kernels, such as "attention".
         source: source line of the parts.
-        reason: why `kernel` does not compute these parts; any kernel, if that is "".
+        reason: why `kernel` (if "", every kernel) does not compute these parts.
         count: number of the parts.
         kernel: a kernel that cannot compute them; "" if the parts stay as written.
     """
@@ -143,8 +143,8 @@ class WorthFigures:
 
     Attributes:
         name: kind of choice: "kernels", "storage", ...
-        with_ms: the best step with all kinds of choices.
-        without_ms: the best step without this kind; None if none that was tried fits.
+        with_ms: time of the best step with all kinds of choices.
+        without_ms: the same without this kind; None if no step without it fits.
         is_measured: True if both times are measured, False if predicted.
     """
 
@@ -333,8 +333,8 @@ class PlanRow:
         arguments: names of the arguments that the block's ops read.
         moves: expected collectives of the block's ops and updates, most bytes first.
         repeats: number of runs of the anchor in one step, above one in a loop.
-        updates: True for a block of the optimizer's update; neither it nor a later
-            block with its values has a product.
+        updates: True for a block of the optimizer's update without a product, and on
+            which no product depends.
     """
 
     block: Count

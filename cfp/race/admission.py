@@ -91,8 +91,8 @@ def limit_options(
 ) -> Mapping[str, Mapping[str, str]]:
     """Returns {suffix of a name: XLA options} that may save memory, the fastest first.
 
-    Empty if XLA has no memory limit on the platform, or if a device has no more memory
-    than the budget, or than the program needs without temporaries.
+    Empty if XLA has no memory limit on the platform, or if a device's memory is unknown
+    or at most the budget, or at most the program's memory without temporaries.
 
     Args:
         size: memory without these options.

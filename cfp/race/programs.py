@@ -74,7 +74,7 @@ def variants(one: Candidate, rules: PlatformDefaults) -> list[Candidate]:
     """Returns variants of a race's leader, named by what differs.
 
     The first is the leader, without `rules.first_options` if it has them. Others add a
-    set of `rules.compiler_options` to the first. A preset also gets other levels.
+    set of `rules.compiler_options` to the first, or are a preset at another level.
     """
     others = [
         replace(one, name=level_name(one.name, level), level=level)
@@ -433,7 +433,7 @@ def race_row(result: RaceResult) -> RaceRow:
 
 
 def compiled_row(result: RaceResult) -> RaceRow:
-    """Returns a row without times; its note also lists the program's collectives."""
+    """Returns a row without measured times; its note also lists collectives."""
     row, every = race_row(result), result.collectives
     texts = [row.note or "compiled, not run"]
     for kind in dict.fromkeys(one.kind for one in every):

@@ -312,7 +312,7 @@ class Race:
         keep_answer(asked, self.context.store, answer)
 
     def estimated_rows(self, results: Sequence[RaceResult] = ()) -> dict[str, RaceRow]:
-        """{name: row} of fully constrained candidates and results; {} if measured."""
+        """Rows by name of fully constrained candidates, and results; {} if measured."""
         if not self.context.defaults.estimates:
             return {}
         problem, most = self.solution.problem, self.context.budget_bytes

@@ -213,8 +213,8 @@ def plan(
     if whole := [x for x in found.uneven if x.split("/")[0].split()[0] not in given]:
         other = words.other_batches(found) or ["a size that it divides"]
         warn(
-            f"The mesh does not divide {few(whole, most=8)}: it is stored whole, and "
-            f"may be computed in padded parts. Pad it, or choose {other[-1]}."
+            f"The mesh does not divide {few(whole, most=8)}. Each device stores all "
+            f"rows, and may compute padded parts. Pad them, or choose {other[-1]}."
         )
     return found
 

@@ -214,7 +214,7 @@ def plan(
         other = words.other_batches(found) or ["a size that it divides"]
         warn(
             f"The mesh does not divide {few(whole, most=8)}. Each device stores all "
-            f"rows, and may compute padded parts. Pad them, or choose {other[-1]}."
+            f"rows, and may compute padded parts. Pad the rows, or choose {other[-1]}."
         )
     return found
 

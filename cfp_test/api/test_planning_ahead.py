@@ -186,8 +186,8 @@ def test_microbatches_that_the_devices_do_not_divide_are_said(
     """By the plan and by the warning, also where 8 devices divide the batch."""
     plan, [warning], said = warned_plan(rows, "8xh100", folder)
     name = f"x ({rows} in microbatches of {part} over x=8)"
-    assert f"does not divide {name}: " in warning
-    assert warning.endswith(f"Pad them, or choose a batch of {others}.")
+    assert f"does not divide {name}. " in warning
+    assert warning.endswith(f"Pad the rows, or choose a batch of {others}.")
     whole = f"stored whole, since the mesh does not divide them: {name}"
     if part == 12:  # Padded by a third.
         assert plan.winner == "data_parallel"

@@ -74,7 +74,7 @@ class SegmentChoice:
 
 
 def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> SegmentChoice:
-    """A segment's part of `choice`; of several storage modes there, the commonest."""
+    """A segment's part of `choice`: its commonest storage mode, or USED without any."""
     segment = analysis.segments[index]
     modes = [choice.storage[g] for g in segment.groups]
     storage = max(dict.fromkeys(modes), key=modes.count) if modes else Storage.USED
@@ -115,7 +115,7 @@ class SegmentBytes:
     """Memory that a segment keeps on each device, without temporaries.
 
     Attributes:
-        state_bytes: state on the device, arrays of an opened loop, and `new_bytes`.
+        state_bytes: state on the device, results for opened loops, and `new_bytes`.
         new_bytes: results that renew or repeat state in memory of their own.
         residual_bytes: other values kept from forward for the backward pass.
     """
@@ -132,12 +132,12 @@ class Costs:
 
     Args:
         may_rematerialize: True if segments may rematerialize their forward pass.
-        measured: True if segments' times are measured, with reductions of results.
-            If False, resharding to the next reader may include the reductions.
+        measured: True if segments' times are measured: they include reductions of
+            results. Otherwise resharding to a later segment includes some of these.
 
     Attributes:
         fixed_bytes: non-state arguments, and non-state results with own memory.
-        fixed_ms: time of `shard_map` regions, collectives left out; 0 if `measured`.
+        fixed_ms: ms of `shard_map` regions without collectives; 0 if `measured`.
     """
 
     def __init__(
@@ -222,14 +222,14 @@ class Costs:
         return max(0, needed - self.least_bytes(kind, candidate.plain).residual_bytes)
 
     def host_ms(self, kind: int, candidate: SegmentChoice) -> float:
-        """Ms to move a segment's state from host memory, and back if it returns."""
+        """Ms to move state from host memory, and back if returned in host memory."""
         segment, layout = self._kinds[kind], self._layout(kind, candidate)
         groups = (layout.frame.groups[index] for index in segment.groups)
         moved = host_bytes(layout, chain.from_iterable(g.args for g in groups))[1]
         return moved / HOST_BYTES_PER_MS
 
     def saved_by_kernel_ms(self, kind: int, candidate: SegmentChoice) -> float:
-        """Estimates ms that kernels save over ops as written; negative if slower."""
+        """Estimates ms per step that kernels save; negative if slower, 0 without."""
         program, ops = self.analysis.frame.program, self._kinds[kind].ops
         if not candidate.kernels:
             return 0.0
@@ -248,10 +248,11 @@ class Costs:
         return saved
 
     def least_peak_bytes(self, choice: Choice) -> int:
-        """Estimates the least bytes of a program, whatever else is rematerialized.
+        """Estimates the least memory of a choice under XLA's memory limit.
 
-        Segments before the peak count as rematerialized if they can. XLA itself keeps
-        at least a share of residuals. Memory of new results may hold some of these.
+        That is fixed bytes and state, and of the largest residuals the share
+        `LIMITED_MEMORY_AT_LEAST` less new results. Temporaries do not count. Segments
+        before the peak count as rematerialized if they can.
         """
         held, results = self.fixed_bytes, self._new_fixed_bytes
         kept = peak = 0
@@ -273,7 +274,7 @@ class Costs:
         before: Iterable[SegmentChoice],
         after: Iterable[SegmentChoice],
     ) -> list[list[float]]:
-        """Estimates ms to reshard values both ways, ``[choice before][choice after]``.
+        """Estimates ms per step of resharding both ways, ``[before][after]`` choice.
 
         `before` are choices of the segment with index `left`, `after` of `right`.
         """
@@ -281,7 +282,7 @@ class Costs:
         ahead, back = passing.get((left, right), ()), passing.get((right, left), ())
 
         def laid_out(index: int, of: Iterable[SegmentChoice]) -> list[_Side]:
-            """Lists (layout, blocks); equal if passing values are sharded alike."""
+            """Lists (layout, blocks), one object for choices that reshard alike."""
             blocks, first = self.analysis.segments[index].blocks, {}
             every = ((self._laid_out(index, o.plain.as_written), blocks) for o in of)
             return [first.setdefault(self._ends(o, (*ahead, *back)), o) for o in every]
@@ -336,7 +337,7 @@ class Costs:
         return layout.natural_spec(op, op.results.index(v)), partial
 
     def _reads(self, side: _Side, v: int) -> tuple[Spec, ...]:
-        """Shardings of a segment's reads; at most one if measured or of an argument."""
+        """A segment's shardings to read `v`; at most one if measured or an argument."""
         is_all = not self._measured and self.analysis.frame.program.maker(v) is not None
         if is_all and (own := self._own_reads(side, v)):
             return own
@@ -383,7 +384,7 @@ class SegmentEstimate:
 
     Attributes:
         strategies: ``[block]`` allowed strategies that differ in some op's sharding.
-        node_ms: a block's own time, ``[storage mode][block][strategy]``.
+        node_ms: ms of a block and its state, ``[storage mode][block][strategy]``.
         edge_ms: resharding between two blocks and to their twins, by their positions in
             the segment; ``[strategy][strategy]``. A block's pair with itself is for its
             twin alone. Pairs that exchange no values have no entry.

@@ -82,7 +82,7 @@ class Cluster:
         return closed if len(closed) < 3 else (all(closed),) * len(closed)
 
     def has(self, axes: Axes) -> bool:
-        """True if `jax.make_mesh` accepts axes of all devices; always True of GPUs."""
+        """True if `jax.make_mesh` accepts axes of all devices; True without torus."""
         return not self.torus or self.places(axes) is not None
 
     def places(self, axes: Axes) -> np.ndarray | None:
@@ -172,7 +172,7 @@ class DescribedMesh:
         )
 
     def _within(self, group: Iterable[str]) -> int:
-        """Most devices in one host, of the most divided group along some axes."""
+        """Largest number of a group's devices in one host; the least of all groups."""
         places = np.arange(self.cluster.count).reshape([s for _, s in self.axes])
         # Numbers in a group are its first one plus those of the first group.
         starts = places[self._group(self.shape.keys() - {*group})].ravel()
@@ -242,7 +242,7 @@ class DescribedMesh:
 
 
 def slice_of(devices: Sequence[Any]) -> str:
-    """Returns the slice's name, such as ``TPU v5 lite 4x4``; "" if no known TPU."""
+    """Returns a slice's name, as ``TPU v5 lite 4x4``; "" if no shipped kind of TPU."""
     if (known := kind_of(devices[0].device_kind)) is None or not known.torus_dims:
         return ""
     box = np.ptp([one.coords for one in devices], axis=0)[: known.torus_dims] + 1
@@ -310,12 +310,15 @@ def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
             f"must take whole dims of the slice. Give for example x={cluster.count}."
         )
     if cluster.hosts > 1 and cluster.kind.network_gb_per_s is None:
-        raise CfpError(
-            f"The network between hosts of {cluster.kind.name} is unknown. Give a file "
-            f'(--for FILE.toml) with kind = "{cluster.kind.name}", hosts = '
-            f"{cluster.hosts}, devices_per_host = {cluster.per_host}, network_gb_per_s "
-            "= N (GB/s from one device to another host)."
-        )
+        known, rate = cluster.kind.name, "GB/s from one device to another host"
+        remedy = f"Add network_gb_per_s = N ({rate}) to the file."
+        if known in kinds():
+            remedy = (
+                f'Give a file (--for FILE.toml) with kind = "{known}", hosts = '
+                f"{cluster.hosts}, devices_per_host = {cluster.per_host}, "
+                f"network_gb_per_s = N ({rate})."
+            )
+        raise CfpError(f"The network between hosts of {known} is unknown. {remedy}")
     return found
 
 
@@ -323,7 +326,7 @@ def cluster_of(text: str) -> Cluster:
     """Reads a cluster's description in the forms of text that `described` takes.
 
     Raises:
-        CfpError: the text or file cannot be read, or a host has too many devices.
+        CfpError: the text or file is invalid, or a host has too many devices.
     """
     if text.endswith(".toml"):
         path = Path(text)
@@ -420,7 +423,7 @@ class Curves(_Table):
 
     @property
     def times(self) -> Mapping[str, Curve]:
-        """Curves by kind, such as "all-reduce"; raised so that times never fall."""
+        """Curves by kind, such as "all-reduce", after `rising`: times never fall."""
         values = self.model_dump(by_alias=True)
         return {k: rising((int(size), ms) for size, ms in values[k]) for k in KINDS}
 
@@ -478,7 +481,7 @@ class DeviceKind(_Table):
         return getattr(self, name).value
 
     def expected(self, name: str) -> float:
-        """Rate that programs reach: measured, or H200's share of a peak (TPU: all)."""
+        """Measured rate; else the peak, on GPUs times the share that H200 reaches."""
         own: Number = self.measured.get(name) or getattr(self, name)
         if own.basis == "measured" or self.torus_dims:
             return own.value
@@ -556,7 +559,7 @@ def kinds() -> Mapping[str, DeviceKind]:
 
 
 def kind(name: str) -> DeviceKind:
-    """Returns a shipped kind by its name or alias.
+    """Returns a shipped kind by its name or alias, in lower or upper case.
 
     Raises:
         CfpError: the name is unknown.

@@ -68,7 +68,8 @@ def residuals(frame: Frame, ops: tuple[int, ...], remat: bool = False) -> Set[in
     """Ids of values that `ops` keep for the backward pass; some are of earlier ops.
 
     Args:
-        remat: True keeps values that other ops read, but none made cheaply of the rest.
+        remat: True keeps only own results that other ops read. Of these, a value that
+            a few cheap ops make from the others, or from arguments, is not kept.
     """
     program, turn = frame.program, turning_point(frame)
     mine = {op for op in ops if op < turn and op not in program.leaf_ops}
@@ -144,13 +145,12 @@ def host_results(program: Program) -> set[int]:
 
 
 def host_bytes(layout: Layout, positions: Iterable[int]) -> tuple[int, int]:
-    """Computes bytes, for each device, of arguments that are in host memory.
+    """Returns bytes per device: (in host memory, moved from and to it in a step).
+
+    An argument is moved twice if its new value is returned in host memory, too.
 
     Args:
-        positions: indices of arguments; those in device memory do not count.
-
-    Returns:
-        Bytes in host memory, and bytes that a step moves: twice if returned there, too.
+        positions: indices of arguments; arguments in device memory do not count.
     """
     program = layout.frame.program
     returned = host_results(program)
@@ -168,7 +168,7 @@ def host_bytes(layout: Layout, positions: Iterable[int]) -> tuple[int, int]:
 
 
 def fixed_bytes(analysis: Analysis) -> tuple[int, int]:
-    """Data-parallel bytes per device, without state: (arguments, `results_beside`)."""
+    """Data-parallel bytes per device of non-state (arguments, `results_beside`)."""
     frame, state = analysis.frame, analysis.frame.group_of_arg
     layout = lay_out(frame, data_parallel(frame))
     given = (p for p in range(len(frame.program.args)) if p not in state)
@@ -319,7 +319,10 @@ def uses_through(
 
 
 def is_in_memory(program: Program, v: int) -> bool:
-    """True if a result has temporary memory: not if fused, a view or only returned."""
+    """True if a result has temporary memory: not if fused, a view or set in place.
+
+    Many readers put a result in memory only if it is not returned.
+    """
     return _is_written(program, v) or v in _find_shared(program)
 
 

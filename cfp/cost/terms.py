@@ -130,7 +130,7 @@ class Terms:
         return BlockTerms(*self.compute_ms(op, axes), makes, reads)
 
     def compute_ms(self, op: Op, axes: FactorAxes) -> tuple[float, float]:
-        """Returns an op's ms per step on one device: (products, memory beyond them)."""
+        """Returns an op's ms per step on a device: (products, further memory time)."""
         rule, program = op.known_rule, self.frame.program
         share = self._share(rule, axes)
         if is_contraction(op):
@@ -266,7 +266,7 @@ class Terms:
     def state_ms(
         self, groups: Sequence[int], terms: BlockTerms, mode: Storage
     ) -> tuple[float, float]:
-        """Returns (update ms, parameter gather ms) of a block's groups in one step."""
+        """Ms per step of storage groups: (updates, resharding of parameters, state)."""
         found = [self._group_ms(i, self.wanted(i, terms), mode) for i in groups]
         return sum(memory for memory, _ in found), sum(moves for _, moves in found)
 

@@ -115,7 +115,7 @@ class Built(CompiledBytes):
 
     Attributes:
       compiled: function of flat arrays; None if only a record of it is known.
-      shared: number of the build in other processes; None with one process.
+      shared: number of the build in other processes; None if no other builds it.
       collectives: collectives of one run.
       build_seconds: time of tracing, lowering and compiling.
     """

@@ -210,7 +210,7 @@ def axis_groups(axes: Iterable[tuple[str, int]]) -> tuple[tuple[str, ...], ...]:
 
 
 def rising(points: Iterable[tuple[int, float]]) -> Curve:
-    """Sorts (bytes, ms) points by bytes, and lowers times that exceed a larger one's.
+    """Sorts (bytes, ms) points by bytes; lowers a time to the least of larger sizes.
 
     More bytes never take less time. The slower point had noise, which only adds time.
     """
@@ -500,7 +500,7 @@ def build_probe_here(
     for collective in built.collectives:
         found[collective.kind] += collective.count
     if found != wanted:
-        reason = f"expected {wanted} in the program, the compiler made {dict(found)}"
+        reason = f"expected the collectives {wanted}, the compiler made {dict(found)}"
         return built.record("compile_error", reason=reason)
     return built
 
@@ -561,7 +561,7 @@ def measure_rates(
 
 
 def known_rates(mesh: Mesh, store: ProfileStore) -> Rates | None:
-    """Returns `measure_rates`' outcome by the store; None if a record is missing."""
+    """Returns `measure_rates`' rates from stored records; None if one is missing."""
     mesh, by_key = _probes_by_key(mesh)
     found = store.get_many([key.digest for key in by_key])
     if any(key.digest not in found for key in by_key):

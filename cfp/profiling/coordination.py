@@ -116,7 +116,8 @@ class Coordination:
         if 0 < len(failed) < len(found):
             raise ProcessError(
                 f"A program failed in process {', '.join(failed)}, and ran in the "
-                f"others: {''.join(found)}. End other programs on its devices. {_AGAIN}"
+                f"others: {'; '.join(filter(None, found))}. End other programs on its "
+                f"devices. {_AGAIN}"
             )
 
     def follow(
@@ -257,7 +258,7 @@ def check_alike(
 
 
 def coordination() -> Coordination | None:
-    """Returns the messages of this program's processes; None with one process."""
+    """Returns this process's `Coordination`; None if the program has one process."""
     channel = open_channel()
     return None if channel is None else _of_channel(channel)
 
@@ -283,7 +284,7 @@ def is_shared(mesh: Mesh) -> bool:
 
 
 def talk_of(mesh: Mesh) -> Coordination | None:
-    """Returns the messages to a mesh's other processes; None if all devices are here.
+    """Returns the `Coordination` for a mesh; None if all its devices are here.
 
     Raises:
         ProcessError: a shared mesh leaves out a process, or jax.distributed is off.
@@ -302,7 +303,7 @@ def talk_of(mesh: Mesh) -> Coordination | None:
 
 
 def leading(mesh: Mesh) -> Coordination | None:
-    """Returns the messages to followers; None if all devices of a mesh are here.
+    """Returns the leader's `Coordination`; None if all devices of a mesh are here.
 
     Raises:
         ProcessError: the processes are not `coordinated` now, or this one follows.

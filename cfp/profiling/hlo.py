@@ -256,7 +256,7 @@ class Module:
 
 
 def modules_in(hlo_text: str) -> Iterator[Module]:
-    """Yields a module of the lines before the first, maybe empty; then each module."""
+    """Yields a module for lines before "HloModule", maybe empty; then each module."""
     for text in re.split(r"^(?=HloModule )", hlo_text, flags=re.MULTILINE):
         module = Module(computations={"": []})
         current, inside = module.computations[""], False
@@ -383,7 +383,7 @@ def compile_right(
 
 
 def miscompile_reason(hlo_text: str) -> str | None:
-    """Returns why a rematerialized program may read overwritten values; else None."""
+    """Returns why a program may read overwritten values; None if it cannot."""
     if not hlo_text.strip():
         return "it has no text"
     if not has_rematerialized(hlo_text):

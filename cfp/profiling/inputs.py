@@ -49,7 +49,7 @@ _SAME = {
 
 
 def counts(program: Program, ops: tuple[int, ...]) -> dict[int, int]:
-    """Returns {value: fewest rows} of indices, iotas' comparands, and `sources`."""
+    """Returns {value id: fewest rows} of row numbers (`_picks`) and their `sources`."""
     found: dict[int, int] = {}
     for op_id in program.with_bodies(ops):
         for value, count in _picks(program, program.ops[op_id]):
@@ -87,7 +87,7 @@ def _counted(program: Program, value: int) -> int:
 
 
 def sources(program: Program, value: int) -> set[int]:
-    """Returns a value and those from which it follows with numbers about as large.
+    """Returns ids of a value, and of values upstream with numbers about as large.
 
     The ops between are casts, slices, reshapes, additions and the like (`_SAME`).
     """
@@ -167,9 +167,9 @@ def make_inputs(
 ) -> list[jax.Array]:
     """Makes one array for each kind.
 
-    Floats are at most 0.02, so that results of many layers stay finite, and positive
-    for logarithms, roots and divisors. Scalar integers are 1. Integers that select
-    rows range over all rows; others are 0 to 127, or less for narrow types.
+    Floats lie between -0.02 and 0.02, so that results of many layers stay finite. For
+    logarithms, roots and divisors they are positive. Scalar integers are 1. Integers
+    that select rows range over all rows; others are 0 to 127, or less for narrow types.
     Booleans are mixed; scalars are True. Given values take precedence.
 
     Args:
@@ -183,10 +183,7 @@ def make_inputs(
 
 @lru_cache(maxsize=4096)
 def generator(kind: InputKind, mesh: Mesh) -> jax.stages.Compiled:
-    """Compiles a function without arguments that makes an array of a kind; cached.
-
-    An earlier call in a thread saves compiling when the array is needed.
-    """
+    """Compiles a function without arguments that makes an array of a kind; cached."""
     options = untuned_options(mesh.devices.flat[0].platform)
     # Otherwise 64-bit types would become 32-bit ones.
     with jax.enable_x64(True):

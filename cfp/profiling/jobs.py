@@ -76,7 +76,7 @@ class Measurer:
         return time.monotonic() > self.end
 
     def look_up(self, jobs: Iterable[Job]) -> dict[str, ProfileRecord]:
-        """Returns stored records by key; `measure` leaves out failures to retry."""
+        """Returns stored records by key; if `measure`, without failures to retry."""
         options = self.options if self.measure else MeasureOptions()
         found = options.known(self.store, {job.key.digest for job in jobs})
         self.known |= found.keys() - self._measured
@@ -85,9 +85,9 @@ class Measurer:
     def __call__(
         self, jobs: Sequence[Job], ignore_end: bool = False
     ) -> Mapping[str, ProfileRecord]:
-        """Measures jobs that have no record, and returns records by key.
+        """Returns records by key; measures missing ones, and failures to retry.
 
-        Without `measure`, or after the deadline unless ignored, such jobs are absent.
+        Jobs stay absent without `measure`, or after the deadline unless ignored.
         """
         # May add failures of processes that died.
         settle(self.store)
@@ -129,7 +129,7 @@ def run_jobs(
       deadline left unmeasured are absent.
 
     Raises:
-      CfpError: the devices do not answer after a crash.
+      CfpError: the devices do not work after a crash.
     """
     options = options or MeasureOptions()
     by_key: dict[str, Task] = {}

@@ -318,7 +318,7 @@ _KIND = (
 
 
 def other_kind(parts: Parts, here: Parts) -> str:
-    """Describes differences of device kind, host and versions of two keys, or ""."""
+    """Describes differences of device kind, host and versions; "" if none differ."""
     theirs, ours = dict(parts), dict(here)
     return "; ".join(
         f"{name}: {theirs.get(name, 'none')} there, {ours.get(name, 'none')} here"
@@ -474,7 +474,7 @@ def _gpus() -> dict[tuple[int, ...] | None, tuple[int, str, str]]:
 
 
 def _links(numbers: Sequence[int]) -> str:
-    """Returns links of all pairs, as ``NV18,SYS,SYS``; one if all are equal, or ""."""
+    """Returns links of all pairs, as ``NV18,SYS``; one if equal, "" for one GPU."""
     if len(numbers) < 2:
         return ""
     lines = [line.split("\t") for line in ask_driver("topo", "-m").splitlines()]
@@ -500,7 +500,7 @@ MEMORY_SHARE = "xla_gpu_memory_limit_slop_factor"
 
 
 def untuned_options(platform: str) -> dict[str, Any]:
-    """Returns XLA options against tuning and Triton's products; {} except for GPUs."""
+    """Returns XLA options that disable tuning and Triton's products; {} but on GPUs."""
     # Without tuning Triton's kernels for products are slow.
     off = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
     return off if platform in GPU_PLATFORMS else {}

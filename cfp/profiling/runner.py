@@ -132,10 +132,7 @@ def interquartile_range(samples: Sequence[float]) -> float:
 
 
 def relative_spread(samples: Sequence[float]) -> float:
-    """Returns the relative uncertainty of the median: IQR / (sqrt(n) * median).
-
-    For normally distributed samples this is 1.08 standard errors of the median.
-    """
+    """Returns the relative uncertainty of the median: IQR / (sqrt(n) * median)."""
     width = interquartile_range(samples)
     if width in (0.0, math.inf):
         return width
@@ -154,8 +151,8 @@ def measure(
 
     The warm-up ends after `warmup_seconds`, once the last quarter of its samples (at
     least `warmup_window`) agrees with the quarter before, within 2% in the median. It
-    ends anyhow at half of the budget, after two executions at least. Clocks drop under
-    load, so early samples are too fast. Warm-up samples are about a third as long. If
+    ends anyhow at half of the budget, once the length of samples is known. Clocks drop
+    under load, so early samples are too fast. Warm-up samples are a third as long. If
     the warm-up takes the whole budget, its last sample is the only one. The first
     execution, which loads code, does not count for the budget.
 
@@ -198,7 +195,7 @@ class _Subject:
 
     @property
     def steady(self) -> bool:
-        """True if the last warm-up samples agree with those before."""
+        """True if the last warm-up samples agree with the samples before."""
         # Without the first, which is always far off.
         warmup_ms = self.warmup_ms[1:]
         # Windows grow with the warm-up: adjacent samples, milliseconds apart, do not
@@ -381,7 +378,7 @@ def execute_here(
     feedback: Sequence[tuple[int, int]],
     time_all: Callable[[Run], Sequence[float]],
 ) -> ProfileRecord:
-    """Records samples (ms) that `time_all` takes of a program in this process alone."""
+    """Returns the record of `time_all`'s samples (ms) in this process, or a failure."""
     started = time.perf_counter()
     loop = _Loop(built.compiled, feedback, mesh.devices.flat[0].platform == "cpu")
     try:
@@ -415,8 +412,8 @@ def check_devices(mesh: Mesh, crash: ProfileRecord) -> None:
         jax.block_until_ready(make_inputs([probe], mesh))
     except jax.errors.JaxRuntimeError as error:
         raise CfpError(
-            f"The devices have stopped working: {reason_of(error)}, after "
-            f"{crash.reason}. Start again: measurements are kept, and the crashed "
+            f"The devices stopped working ({reason_of(error)}) after a program crashed "
+            f"({crash.reason}). Start again: measurements are kept, and the crashed "
             "program is not tried again."
         ) from error
 

@@ -72,7 +72,7 @@ class ProfileStore:
             self._connection = None
 
     def alone(self, keys: Iterable[str]) -> AbstractContextManager[bool]:
-        """Context of a lock by the last letters of `min(keys)`; False if taken."""
+        """Context of a lock for jobs with these keys: True, or False if it is taken."""
         # The first letters of a least key are mostly 0. The last ones clash rarely.
         name = f"{self.path.name}.measuring-{min(keys)[-2:]}"
         return locked(self.path.with_name(name), waits=False)
@@ -191,7 +191,7 @@ def _records(rows: Iterable[tuple[str, str]]) -> dict[str, ProfileRecord]:
         try:
             found[key] = ProfileRecord.from_json(text)
         except ValueError as error:
-            _log.warning("the profile %s cannot be read: %s", key, error)
+            _log.warning("the profile %s cannot be read, and is skipped: %s", key, error)
     return found
 
 
@@ -259,8 +259,8 @@ def _set_aside(path: Path, why: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.rename(f"{path}{suffix}", f"{aside}{suffix}")
     _log.warning(
-        "the profile cache %s was damaged and is set aside (%s): it is now %s, and "
-        "its records will be measured again",
+        "the profile cache %s cannot be used (%s): it is renamed to %s, and its "
+        "records will be measured again",
         path,
         why,
         aside.name,

@@ -403,7 +403,7 @@ class InFlight:
                     if late:
                         _log.warning(
                             "%s: %s for more than %.0f s; it may hang. If you end this "
-                            "process now, it is not tried again",
+                            "process now, it is left out, unless several hang",
                             one.label,
                             _WORDS[one.doing],
                             one.limit_seconds,

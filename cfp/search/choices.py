@@ -251,9 +251,9 @@ def preset_times(
 def kernel_variants(
     analysis: Analysis, kind: int, candidate: SegmentChoice, replacing: Replacing
 ) -> list[SegmentChoice]:
-    """Returns `candidate` with the first able kernel of each `Kind.variants` row.
+    """Returns variants of `candidate` with kernels; [] if it has some, or none can.
 
-    Kernels of several kinds are combined. [] if it has kernels, or none can.
+    Each row of `Kind.variants` gives its first able kernel. Kinds are combined.
     """
     if candidate.kernels or not replacing.kernels:
         return []

@@ -338,7 +338,7 @@ def measure_candidates(
     Args:
         per_kind: largest number of candidates of each kind of segment, and of
             rematerialized ones. Presets' parts may exceed it; kernels do not count.
-        others: best candidates by estimate in the first round, besides presets' parts.
+        others: largest number of candidates of the first round besides presets' parts.
         measurer: measures jobs, or looks them up. It exceeds its deadline until each
             kind has a measured candidate.
 
@@ -451,7 +451,7 @@ def _needed_as_written(
 def _by_preset(
     maker: RequestBuilder, wanted: Sequence[MeasurementRequest]
 ) -> list[list[MeasurementRequest]]:
-    """Groups requests by their fastest preset, in order; those of none come second."""
+    """Groups requests by fastest preset, in order; requests of none come second."""
     analysis, presets = maker.costs.analysis, maker.presets
     times_ms = preset_times(analysis, maker.estimates, presets)
     names = sorted(presets, key=times_ms.__getitem__)
@@ -537,7 +537,7 @@ class _Round:
         return self.found
 
     def _likely(self, kind: int) -> list[Option]:
-        """Returns the best unrequested candidates by estimate, with expected costs."""
+        """Expected options of unrequested candidates: best, then rematerialized."""
         measured, asked = self.problem.options[kind], self.asked[kind]
         costs, estimate = self.maker.costs, self.maker.estimates[kind]
         ranked = ranked_candidates(estimate, ROUND_SIZE + len(asked))

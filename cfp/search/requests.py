@@ -480,10 +480,7 @@ class RequestBuilder:
     options: Mapping[str, str] = field(default_factory=dict)
 
     def first(self, per_kind: int, others: int) -> list[MeasurementRequest]:
-        """Makes requests for parts of presets, the best others, and kernel variants.
-
-        The arguments are those of `first_candidates`.
-        """
+        """Makes requests for `first_candidates` of all kinds, largest share first."""
         chosen = first_candidates(
             self.costs.analysis,
             self.estimates,
@@ -585,10 +582,9 @@ def rematerialize(
 ) -> MeasurementRequest:
     """Makes the request for `base`'s candidate with its forward pass rematerialized.
 
-    Without a neighbour, or if a job of the base failed, it is measured alone. Otherwise
-    the pair shows the bytes kept between the passes: the compiler may keep more than
-    necessary. Memory while running is then taken from `base`: on 2 H200, eleven
-    segments needed 0.89 to 1.14 times as much.
+    Without a neighbour, or if a job of `base` failed, the candidate is measured alone.
+    Otherwise it is measured beside the neighbour, for the bytes kept between the
+    passes. Memory while running is then taken from `base`.
     """
     index = analysis.representatives[base.kind]
     candidate = replace(base.candidate, remat=True)

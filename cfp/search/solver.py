@@ -47,7 +47,7 @@ class Option:
 
     Attributes:
         time_ms: time that the segment adds to a step.
-        state_bytes: parameters and optimizer state.
+        state_bytes: bytes for the whole step, such as parameters and optimizer state.
         residual_bytes: values kept from the forward to the backward pass.
         temp_bytes: peak of further memory while the segment runs.
     """
@@ -115,7 +115,7 @@ class Problem:
         return total
 
     def state_bytes(self, picks: Sequence[int]) -> int:
-        """Returns the picks' bytes of parameters and optimizer state, per device."""
+        """Returns the sum of the picks' `state_bytes`."""
         return sum(option.state_bytes for option in self.picked(picks))
 
     def memory_bytes(self, picks: Sequence[int]) -> int:
@@ -197,7 +197,7 @@ class SegmentArrays(NamedTuple):
 
     Attributes:
         time_ms: time of each option.
-        state: bytes of each option's parameters and optimizer state.
+        state: `state_bytes` of each option.
         held: bytes of state and residuals.
         temp: further bytes while the segment runs.
         edge_ms: ``[option before][option]`` milliseconds of resharding between the

@@ -146,6 +146,16 @@ def test_own_numbers_of_a_file_count(tmp_path):
     assert mesh.crossing == ("x",)
 
 
+def test_a_file_of_an_own_kind_is_told_its_missing_network(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        "hosts = 2\ndevices_per_host = 4\nmemory_gib = 80\nlink_gb_per_s = 300\n"
+        "bfloat16_tflop_per_s = 900\nfloat32_tflop_per_s = 400\nmemory_gb_per_s = 3e3\n"
+    )
+    with pytest.raises(CfpError, match=r"of mine is unknown\. Add network_gb_per_s = N"):
+        cfp.described(str(file))
+
+
 def test_what_is_exported_can_be_planned_for(tmp_path):
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
     rates = replace(Rates.default(mesh), memory_bytes_per_ms=5e6)

@@ -191,7 +191,7 @@ def _records(rows: Iterable[tuple[str, str]]) -> dict[str, ProfileRecord]:
         try:
             found[key] = ProfileRecord.from_json(text)
         except ValueError as error:
-            _log.warning("the profile %s cannot be read, and is skipped: %s", key, error)
+            _log.warning("the profile %s cannot be read, is skipped: %s", key, error)
     return found
 
 

@@ -128,7 +128,7 @@ class DescribedMesh:
 
     @property
     def outer(self) -> frozenset[str]:
-        """Axes along which hosts differ; for a TPU slice of several hosts the first."""
+        """Axes between hosts; of a slice on several hosts the first axis of size > 1."""
         several = self.cluster.count > self.cluster.kind.devices_per_host
         first = [n for n, s in self.axes if s > 1][: bool(self.cluster.torus) * several]
         return frozenset(self.crossing or first)
@@ -566,8 +566,9 @@ def kind(name: str) -> DeviceKind:
     """
     if (known := kinds().get(name.lower())) is None:
         raise CfpError(
-            f"There is no kind of device {name!r}. {known_names(name, kinds())} A file "
-            'describes another: --for cluster.toml, cfp.described("cluster.toml").'
+            f"There is no kind of device {name!r}. {known_names(name, kinds())} "
+            "Describe another in a file: --for cluster.toml, "
+            'cfp.described("cluster.toml").'
         )
     return known
 

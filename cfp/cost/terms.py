@@ -130,7 +130,7 @@ class Terms:
         return BlockTerms(*self.compute_ms(op, axes), makes, reads)
 
     def compute_ms(self, op: Op, axes: FactorAxes) -> tuple[float, float]:
-        """Returns an op's ms per step on a device: (products, further memory time)."""
+        """Returns an op's ms per step and device: (products, more time for memory)."""
         rule, program = op.known_rule, self.frame.program
         share = self._share(rule, axes)
         if is_contraction(op):

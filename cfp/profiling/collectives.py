@@ -210,10 +210,8 @@ def axis_groups(axes: Iterable[tuple[str, int]]) -> tuple[tuple[str, ...], ...]:
 
 
 def rising(points: Iterable[tuple[int, float]]) -> Curve:
-    """Sorts (bytes, ms) points by bytes; lowers a time to the least of larger sizes.
-
-    More bytes never take less time. The slower point had noise, which only adds time.
-    """
+    """Sorts (bytes, ms) points by bytes; lowers a time to the least of larger sizes."""
+    # More bytes never take less time. The slower point had noise, which only adds time.
     ordered = sorted(points, reverse=True)
     times = accumulate((ms for _, ms in ordered), min)
     pairs = zip(ordered, times, strict=True)
@@ -615,7 +613,7 @@ def _rates(mesh: Mesh, measured: list[tuple[RateProbe, ProfileRecord]]) -> Rates
         first = measured[0][1]
         raise CfpError(
             "All small programs that measure the devices failed: "
-            f"{first.status}: {first.reason}. Stop other programs that use them, "
+            f"{first.status}: {first.reason}. Stop other programs on the devices, "
             "and measure again with --retry-failures or "
             "PlannerSettings(retry_failures=True)."
         )

@@ -116,8 +116,8 @@ class Coordination:
         if 0 < len(failed) < len(found):
             raise ProcessError(
                 f"A program failed in process {', '.join(failed)}, and ran in the "
-                f"others: {'; '.join(filter(None, found))}. End other programs on its "
-                f"devices. {_AGAIN}"
+                f"others: {'; '.join(filter(None, found))}. End other programs on "
+                f"these processes' devices. {_AGAIN}"
             )
 
     def follow(
@@ -187,7 +187,7 @@ class Coordination:
             if int(number) != self.channel.process:
                 raise ProcessError(
                     f"Process {number} of this program has failed, and so this one "
-                    f"ends: {text}. Read its output. {_AGAIN}"
+                    f"ends: {text}. Read the output of process {number}. {_AGAIN}"
                 )
 
     def fail(self, error: BaseException) -> None:

@@ -501,7 +501,7 @@ MEMORY_SHARE = "xla_gpu_memory_limit_slop_factor"
 
 def untuned_options(platform: str) -> dict[str, Any]:
     """Returns XLA options that disable tuning and Triton's products; {} but on GPUs."""
-    # Without tuning Triton's kernels for products are slow.
+    # Without tuning, Triton's kernels for products are slow.
     off = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
     return off if platform in GPU_PLATFORMS else {}
 

@@ -109,7 +109,7 @@ class Timing:
 
     Attributes:
       samples_ms: milliseconds per execution, in the order taken.
-      warmup_ms: the same of the warm-up's samples, before those.
+      warmup_ms: the same for the samples of the warm-up.
     """
 
     samples_ms: tuple[float, ...]
@@ -121,10 +121,7 @@ class Timing:
 
 
 def interquartile_range(samples: Sequence[float]) -> float:
-    """Returns third minus first quartile; infinity for fewer than two samples.
-
-    Quartiles are interpolated linearly, as by numpy's default.
-    """
+    """Returns third minus first quartile, as numpy's; infinity below two samples."""
     if len(samples) < 2:
         return math.inf
     first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
@@ -258,8 +255,8 @@ class Place:
         None if builds do so, or nothing is tuned.
       tuners: largest number of calls of `tune` at once.
       tuned: keys in `Task.kernels` that are tuned already; extended by builds.
-      open_links: called with the first new job, if it builds, and its program, in its
-        thread during other builds: devices' first run may take seconds to begin.
+      open_links: called with the first new job and its built program, beside builds of
+        other jobs: the first run on devices may take seconds to begin.
     """
 
     mesh: Mesh
@@ -398,7 +395,7 @@ def execute_here(
 
 
 def compile_generators(program: Program, mesh: Mesh, job: Job) -> None:
-    """Compiles functions that make a job's inputs; XLA's errors show at their use."""
+    """Compiles functions that make a job's inputs; their use repeats XLA's errors."""
     # Failures repeat, and are recorded, when the inputs are made.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         for kind in input_kinds(program, job.part, job.in_specs):

@@ -179,8 +179,8 @@ class ProfileStore:
         except (OSError, sqlite3.Error) as error:
             raise CfpError(
                 f"The profile cache {self.path} cannot be used: {error}. Make "
-                f"{self.path.parent} writable and free disk space, or set "
-                "CFP_CACHE_DIR to another directory."
+                f"{self.path.parent} writable and free disk space, or name another "
+                "folder (CFP_CACHE_DIR, --workdir, cache_dir)."
             ) from error
 
 
@@ -191,7 +191,7 @@ def _records(rows: Iterable[tuple[str, str]]) -> dict[str, ProfileRecord]:
         try:
             found[key] = ProfileRecord.from_json(text)
         except ValueError as error:
-            _log.warning("the profile %s cannot be read, is skipped: %s", key, error)
+            _log.warning("the profile %s cannot be read and is skipped: %s", key, error)
     return found
 
 
@@ -211,8 +211,8 @@ def _open(path: Path) -> sqlite3.Connection:
                     return connection
                 if is_fresh:
                     raise CfpError(
-                        f"The profile cache {path} cannot be made: {damage}. Set "
-                        "CFP_CACHE_DIR to another directory."
+                        f"The profile cache {path} cannot be made: {damage}. "
+                        "Name another folder (CFP_CACHE_DIR, --workdir, cache_dir)."
                     )
                 # Renamed before closing, since SQLite writes its log on closing.
                 _set_aside(path, damage)

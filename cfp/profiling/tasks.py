@@ -320,7 +320,7 @@ def _write(connection: Connection, owner: str, key: str, one: Operation | None) 
 
 
 class InFlight:
-    """Context that notes this process's operations in the store; `settle` is first."""
+    """Context that notes this process's operations in a store; `settle` begins it."""
 
     def __init__(
         self, store: ProfileStore, limits: Limits | None = None, program: str = ""

@@ -280,7 +280,7 @@ def test_damage_below_an_open_store_is_set_aside_by_the_next(path):
 @pytest.mark.explained("The cache cannot be used")
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(CfpError, match=r"file.*set CFP_CACHE_DIR"):
+    with pytest.raises(CfpError, match=r"file.*name another folder"):
         ProfileStore(tmp_path / "file" / "cache" / "profiles.sqlite3")
 
 

@@ -128,7 +128,7 @@ class DescribedMesh:
 
     @property
     def outer(self) -> frozenset[str]:
-        """Axes between hosts; of a slice on several hosts the first axis of size > 1."""
+        """Axes between hosts; of a slice on several hosts the first one of size > 1."""
         several = self.cluster.count > self.cluster.kind.devices_per_host
         first = [n for n, s in self.axes if s > 1][: bool(self.cluster.torus) * several]
         return frozenset(self.crossing or first)
@@ -390,7 +390,6 @@ class Number(_Table):
 
     Attributes:
         value: in the unit that the field's name ends with.
-        basis: "measured" or "specified".
         source: a measurement or a vendor's document, for readers of the file.
     """
 
@@ -559,11 +558,7 @@ def kinds() -> Mapping[str, DeviceKind]:
 
 
 def kind(name: str) -> DeviceKind:
-    """Returns a shipped kind by its name or alias, in lower or upper case.
-
-    Raises:
-        CfpError: the name is unknown.
-    """
+    """Returns a shipped kind by its name or alias; CfpError if it is unknown."""
     if (known := kinds().get(name.lower())) is None:
         raise CfpError(
             f"There is no kind of device {name!r}. {known_names(name, kinds())} "

@@ -145,12 +145,9 @@ def host_results(program: Program) -> set[int]:
 
 
 def host_bytes(layout: Layout, positions: Iterable[int]) -> tuple[int, int]:
-    """Returns bytes per device: (in host memory, moved from and to it in a step).
+    """Returns bytes per device of arguments: (in host memory, moved in a step).
 
-    An argument is moved twice if its new value is returned in host memory, too.
-
-    Args:
-        positions: indices of arguments; arguments in device memory do not count.
+    An argument in host memory is moved twice if its new value is returned there, too.
     """
     program = layout.frame.program
     returned = host_results(program)

@@ -310,7 +310,7 @@ class ParallelStep:
         """
         first, names = self.plans[0] if self.plans else None, step.arg_names
         here = None if get_mesh().empty else {*get_mesh().devices.flat}
-        if first is None or here not in (None, {*first.mesh.devices.flat}):
+        if not first or here not in (None, first.mesh and {*first.mesh.devices.flat}):
             return find(mesh=self._mesh, **options)
         now = {*zip(names, map(type_text, step.avals), strict=True)}
         leaves = zip(first.arg_names, first.arg_types, first.arg_specs, strict=True)

@@ -522,8 +522,8 @@ def read(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
         CfpError: a name is unknown, or a value is missing or not allowed.
     """
     data = dict(data)
-    if isinstance(start := data.pop("kind", None), str):
-        base = kind(start).model_dump(by_alias=True, exclude_unset=True)
+    if (start := data.pop("kind", None)) is not None:
+        base = kind(str(start)).model_dump(by_alias=True, exclude_unset=True)
         measured = base.get("measured", {}).items()
         base["measured"] = {k: number for k, number in measured if k not in data}
         if "link_gb_per_s" in data:

@@ -229,8 +229,8 @@ class Coordination:
                 )
                 raise ProcessError(
                     f"{why}Process {other} of {self.channel.count} does not answer "
-                    f"(waited {most:.0f} s): it has ended, or hangs. Read its output. "
-                    f"{_AGAIN}"
+                    f"(waited {most:.0f} s): it has ended, or hangs. Read the output "
+                    f"of process {other}. {_AGAIN}"
                 )
         return pickle.loads(base64.b64decode(text))
 

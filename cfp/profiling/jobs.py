@@ -87,7 +87,7 @@ class Measurer:
     ) -> Mapping[str, ProfileRecord]:
         """Returns records by key; measures missing ones, and failures to retry.
 
-        Jobs stay absent without `measure`, or after the deadline unless ignored.
+        Without `measure`, or after the deadline unless ignored, none are measured.
         """
         # May add failures of processes that died.
         settle(self.store)

@@ -213,6 +213,7 @@ def test_bad_descriptions_name_what_came_and_what_to_give(text, axes, error, nam
         ('kind = "h200"\nmemory_gb = 40\n', ("memory_gb", "memory_gib")),
         ('kind = "h200"\nhosts = 10000000\n', ("hosts", "10000000")),
         ('kind = "h300"\n', ("h300", "h200")),
+        ("kind = 200\n", ("kind of device '200'", "h200")),
     ],
 )
 def test_bad_files_name_the_field_and_its_value(tmp_path, content, named):

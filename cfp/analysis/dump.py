@@ -124,10 +124,14 @@ def opaque_ops(program: Program) -> list[Op]:
     return [op for op in rest if not op.has_regions and op.id not in program.leaf_ops]
 
 
+# One and several `opaque_ops`, for `counted`.
+OPAQUE = tuple(f"{op} without a sharding rule, run replicated" for op in ("op", "ops"))
+
+
 def opaque_lines(program: Program) -> Iterator[str]:
     """Yields the count of `opaque_ops`, then lines: op, runs x result bytes, source."""
     found = opaque_ops(program)
-    yield f"{counted(len(found), 'op', 'ops')} without a sharding rule, run replicated"
+    yield counted(len(found), *OPAQUE)
     for op in found:
         size = sum(program.values[v].size_bytes for v in op.results)
         source = f", {op.source}" if op.source else ""

@@ -74,7 +74,7 @@ class Answer(NamedTuple):
 
 
 def plan_answer(made: Plan, output: Path | None, *more: str) -> Answer:
-    """Answer with a plan, saved if `output` is given; failed if it exceeds memory."""
+    """Answer with a plan and `more` lines, saved to `output`; failed over budget."""
     then = "then run it with cfp run --plan plan.json"
     if "described" in made.environment:
         then = "on its devices, cfp verify plan.json TARGET times it"
@@ -292,7 +292,8 @@ def command(
 ) -> Callable[[Callable[[Any, Any], Answer | None]], Callable[..., None]]:
     """Returns a decorator: function(context, values) becomes one that typer can call.
 
-    Prints the function's answer. A CfpError is printed, and the exit code is 2.
+    Prints the function's answer. Exit code: 1 if the answer failed, 2 after a CfpError,
+    which is printed, and 130 after an interrupt.
 
     Args:
         names: names of shared `OPTIONS`.

@@ -44,7 +44,7 @@ from cfp.cost.described import (
 from cfp.errors import CfpError
 from cfp.passes import PlanOptions
 from cfp.passes import profile as profile_segments
-from cfp.printable import mesh_text, parse_bytes
+from cfp.printable import counted, mesh_text, parse_bytes
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.record import environment_parts, other_kind
 from cfp.profiling.store import ProfileStore, read_export, store_path
@@ -54,7 +54,7 @@ from cfp.targets import Target, resolve
 from cfp.view import passes
 from cfp.view.console import Display, print_view
 
-_ALL = "all"
+_ALL, _MEASUREMENTS = "all", ("measurement", "measurements")
 
 
 def variants_of(ctx: typer.Context) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _counts(text: str | None) -> list[int | None]:
 
 
 def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
-    """Returns the meshes' axes, [None] if not given; and True to try more shapes."""
+    """Returns the given meshes' axes, or [None]; and True if more shapes are tried."""
     devices, mesh, texts = given["devices"], given["mesh"], given["mesh_shapes"] or []
     if mesh is not None and texts:
         raise CfpError("Give --mesh for one mesh or --mesh-shapes for more, not both.")
@@ -274,7 +274,7 @@ def export_profiles(given: Any) -> None:
         )
     with ProfileStore(path) as store:
         count = store.export(file)
-    print(f"{count} measurements written to {file}")
+    print(f"{counted(count, *_MEASUREMENTS)} written to {file}")
 
 
 def import_profiles(given: Any) -> None:
@@ -282,12 +282,13 @@ def import_profiles(given: Any) -> None:
     with ProfileStore(store_path(given.workdir)) as store:
         here = environment_parts(jax.devices())
         for file in given.imported:
-            print(f"{store.merge(file)} measurements added from {file}")
+            added = counted(store.merge(file), *_MEASUREMENTS)
+            print(f"{added} added from {file}")
             kinds = Counter(other_kind(one.parts, here) for one in read_export(file))
             for how, count in kinds.items():
                 if how:
                     print(f"  {count} of another kind of machine, kept apart: {how}")
-        print(f"{len(store)} in {store.path}")
+        print(f"{counted(len(store), *_MEASUREMENTS)} in {store.path}")
 
 
 def measure_curves(given: Any) -> Answer:

@@ -119,7 +119,7 @@ def export(ctx: typer.Context, given: Any) -> None:
 
 
 def running_text(plan: Plan, path: Path) -> str:
-    """Returns Python code that loads a step from `path`; it runs on `args`' leaves."""
+    """Returns Python code that loads a step from `path` and runs it on `args`."""
     names, sizes = [*zip(*plan.mesh_axes, strict=True)] or [("x",), (1,)]
     donated: Sequence[int] = [i for i, one in enumerate(plan.donated) if one]
     if len(donated) > 2 and [*(run := range(donated[0], donated[-1] + 1))] == donated:

@@ -99,7 +99,7 @@ def analyse(
     """Traces and analyses a target.
 
     Args:
-        plan: its arguments must fit the step's; its donated and host ones are used.
+        plan: a plan of this step, whose donation and state in host memory are used.
 
     Raises:
         CfpError: the step cannot be traced, or the pins or the plan do not fit.
@@ -123,16 +123,12 @@ def analyse(
 
 
 def open_session(ctx: typer.Context) -> Session:
-    """Traces and analyses the target of a command's options, with its pins.
-
-    Raises:
-        CfpError: as of :func:`target_of` and :func:`analyse`.
-    """
+    """Traces and analyses the target of a command's options, with its pins."""
     return analyse(*target_of(ctx), parse_pins(ctx.params["pin"]))
 
 
 def dump_session(session: Session, workdir: Path | None) -> Path | None:
-    """Writes the analysis below `workdir` in process 0; returns its folder, or None."""
+    """Writes the analysis below `workdir` in process 0; returns its folder, else None."""
     if workdir is None or is_follower():
         return None
     folder = workdir / GLOBAL_FOLDER

@@ -306,7 +306,7 @@ def make_train_step(apply: Apply, optimizer: Any, microbatches: int = 1) -> Trai
     def loss_fn(
         params: Any, batch: Batch, share: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """(loss, cross-entropy) of a batch, or a part's contributions by `share`."""
+        """(loss, cross-entropy) of a batch; with `share`, a part's contribution to both."""
         logits, penalty = apply(params, batch)
         entropy = cross_entropy(logits, batch["labels"], batch.get("mask"))
         if share is None:

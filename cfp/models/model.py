@@ -79,7 +79,8 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid"):
 
     @model_validator(mode="after")
     def _divides(self) -> Config:
-        tokens = {"batch": self.batch // self.microbatches, "seq": self.seq}
+        part = "batch / microbatches" if self.microbatches > 1 else "batch"
+        tokens = {part: self.batch // self.microbatches, "seq": self.seq}
         for sizes, part in (
             ({"hidden": self.hidden}, "heads"),
             ({"heads": self.heads}, "kv_heads"),
@@ -206,7 +207,7 @@ class Model:
 def run_layers(
     config: Config, params: Params, x: jax.Array, layers: Mapping[str, Layer]
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs `config.layers` layers, by `lax.scan` if `config.scan`.
+    """Runs `config.layers` layers, in a loop if `.scan`, rematerialized if `.remat`.
 
     Args:
       params: all parameters of the model.

@@ -44,7 +44,7 @@ def decoder_layer(
     second: str = "feed_forward_norm",
     feed_forward: Layer = lambda params, x: (inside("mlp", nn.mlp, params, x), None),
 ) -> tuple[jax.Array, jax.Array | None]:
-    """A pre-norm layer and its penalty; `second` is the second norm's key in params."""
+    """Output and penalty of a pre-norm layer; `second`: key of the second norm."""
     h = inside("attention_norm", nn.norm, params, x)
     x = constrain(x + inside("attention", attend, params, h), RESIDUAL)
     y, penalty = feed_forward(params, inside(second, nn.norm, params, x))
@@ -78,7 +78,7 @@ MASKED_SHARE = 0.15
 
 
 def encoder_layer(params: Params, x: jax.Array) -> tuple[jax.Array, None]:
-    """A post-LN encoder layer, without a penalty: a norm follows each residual sum."""
+    """Output of a post-LN layer (a norm follows each residual sum), and no penalty."""
     y = inside("attention", nn.attention, params, x, causal=False)
     x = constrain(x + y, RESIDUAL)
     x = inside("attention_norm", nn.layer_norm, params, x)

@@ -129,8 +129,6 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """An operator at one shape and type."""
-
     operator: Operator
     shape: Shape
     dtype: str

@@ -149,7 +149,7 @@ Program = Callable[..., dict[str, Array]]
 def program(
     operator: Operator, call: Callable[..., Array], *, backward: bool = True
 ) -> Program:
-    """Returns a function: (args, cotangent) -> {"output": y, float argument: grad}."""
+    """Function (args, cotangent) -> {"output": y}; `backward` adds {argument: grad}."""
     places = [i for i, one in enumerate(operator.arguments) if one.kind == "float"]
 
     def run(args: Sequence[Array], cotangent: Array) -> dict[str, Array]:
@@ -171,7 +171,7 @@ def program(
 
 
 def oracle_program(operator: Operator, *, backward: bool = True) -> Program:
-    """Returns the function to run of the oracle, which computes in float32."""
+    """Returns the `program` of the oracle, in float32 without TF32."""
     inner = program(operator, operator.oracle, backward=backward)
 
     def run(args: Sequence[Array], cotangent: Array) -> dict[str, Array]:

@@ -222,7 +222,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _tell(row: Row) -> None:
-    """Prints a row's result on the error stream."""
     found = f"{row.state}: {row.reason}"
     if row.state == MEASURED:
         times = ", ".join(f"{n} {p.median_ms:.3f} ms" for n, p in row.passes.items())
@@ -235,7 +234,6 @@ class _Parser(argparse.ArgumentParser):
     """Argument parser that raises CfpError, as the other commands do."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises argparse's message as CfpError."""
         said = f"{message[0].upper()}{message[1:]}."
         raise CfpError(f"{said} {self.prog} --help lists all options.")
 

@@ -26,6 +26,7 @@ from jax import Array
 from cfp.errors import CfpError, known_names
 from cfp.kernels.problem import problem_of
 from cfp.kernels.registry import KERNELS
+from cfp.printable import counted
 
 
 class Refused(Exception):
@@ -88,7 +89,7 @@ class Operator:
     def __call__(
         self, *args: Any, implementation: str | None = None, **options: Any
     ) -> Array:
-        """Returns the first accepting implementation's result; see `by_first`."""
+        """Returns the result of `by_first`, without the implementation's name."""
         return self.by_first(*args, implementation=implementation, **options)[1]
 
     def by_first(
@@ -109,8 +110,8 @@ class Operator:
         names = [one.name for one in self.arguments]
         if len(args) != len(names):
             raise CfpError(
-                f"{self.name} takes {len(names)} arguments, {', '.join(names)}: got "
-                f"{len(args)}."
+                f"{self.name} takes {counted(len(names), 'argument', 'arguments')}, "
+                f"{', '.join(names)}: got {len(args)}."
             )
         self.check_shapes(args)
         for name in options:
@@ -127,7 +128,8 @@ class Operator:
             except Refused as reason:
                 reasons.append(f"{name}: {reason}")
         raise CfpError(
-            f"No implementation of {self.name} takes this. {'; '.join(reasons)}."
+            f"No implementation of {self.name} takes these arguments. "
+            f"{'; '.join(reasons)}."
         )
 
     def check_shapes(self, args: Sequence[Any]) -> None:

@@ -32,9 +32,9 @@ from cfp.profiling.tasks import Progress
 
 
 def literal_console(**options: Any) -> Console:
-    """Makes a rich console without markup, with `options` of ``rich.console.Console``.
+    """Makes a rich console with `options`; it prints markup and emoji codes as text.
 
-    Model names may look like markup: ``experts[i]``, ``[/]``, ``:warning:``.
+    Model names may look like these: ``experts[i]``, ``[/]``, ``:warning:``.
     """
     return Console(markup=False, emoji=False, **options)
 
@@ -56,7 +56,7 @@ def print_view(
 
 
 def plain_text(view: RenderableType, width: int | None = None) -> str:
-    """Renders a view as text, trimmed and by default `columns()` characters wide."""
+    """Renders a view as lines of at most `width` characters, by default `columns()`."""
     file = io.StringIO()
     literal_console(file=file, width=width or columns(), color_system=None).print(view)
     lines = [line.rstrip() for line in file.getvalue().splitlines()]
@@ -64,7 +64,7 @@ def plain_text(view: RenderableType, width: int | None = None) -> str:
 
 
 def wrapped(line: str, break_long_words: bool = True) -> str:
-    """Folds a line at `columns()`; continuation lines are indented by two more."""
+    """Folds a line, made printable, at `columns()`; later lines indent by two more."""
     text = printable(line)
     indent = len(text) - len(text.lstrip()) + 2
     wrap = TextWrapper(
@@ -116,7 +116,7 @@ class Rows:
 
     @property
     def numbers(self) -> set[str]:
-        """Headings, but the first, of columns of unsigned numbers, sizes, "-" or ""."""
+        """Headings, but the first, of columns of "-", "", unsigned numbers or sizes."""
         columns = [*zip(self.headings, *(row.cells for row in self.rows), strict=True)]
         return {
             name for name, *cells in columns[1:] if all(map(_NUMBER.fullmatch, cells))
@@ -186,7 +186,7 @@ class _Fitted:
 def sheet(
     border: box.Box, head: str, tables: Iterable[Rows], lines: Iterable[str]
 ) -> Group:
-    """Joins a bold headline, the tables that have rows, and lines below them."""
+    """Joins a bold headline, the tables with rows, and the lines; leaves out ""."""
     parts: list[RenderableType] = [Text(head, style="bold"), Text()] if head else []
     for made in tables:
         if made.rows:
@@ -213,11 +213,7 @@ class PlainLines:
     _shown_seconds: float = 0.0
 
     def due(self, event: Progress | str, seconds: float) -> str | None:
-        """Returns a line about the latest event if a line is due, else None.
-
-        Args:
-            seconds: time since the start of the display.
-        """
+        """Returns a line on the event if due `seconds` after the start, else None."""
         doing = "measuring" if isinstance(event, Progress) else event.split(" ", 1)[0]
         is_same = doing == self._doing
         recent = is_same and seconds - self._shown_seconds < self.every_seconds
@@ -278,7 +274,7 @@ class Display:
         self._event = event
 
     def _write(self) -> None:
-        """Prints lines when due, until the display ends; runs in a thread."""
+        """Prints due lines, in a thread, until the display ends or stderr is closed."""
         assert self._lines is not None
         # Only process 0 of several shows progress.
         while not self._over.wait(_LOOK_SECONDS) and not is_follower():
@@ -304,10 +300,10 @@ class Display:
 def shown(
     settings: PlannerSettings | None, doing: str, silence: str, quiet: bool
 ) -> Iterator[PlannerSettings]:
-    """Yields settings that show progress; unchanged if quiet, or with own `progress`.
+    """Yields settings that show progress; as given if quiet or with own `progress`.
 
     Args:
-        doing, silence: the work, and how to silence progress, for a log's first line.
+        doing, silence: the work, and how to silence progress, in a log's first line.
     """
     settings = settings or PlannerSettings()
     is_refused = not isinstance(settings, PlannerSettings)  # `plan` raises for it.

@@ -96,10 +96,9 @@ def _left(
     failed: Mapping[SegmentKernels, str],
     problem: Problem | None,
 ) -> Iterator[tuple[str, str, str]]:
-    """Lists why parts use no kernel, or not the preferred one, if any is allowed.
+    """Yields (kernel, source, reason) if kernels are allowed or used; may repeat.
 
-    Yields:
-        (kernel, source, reason); kernel "" if the part has none. Triples may repeat.
+    Kernel "": why the part uses none. Else: why this preferred one cannot compute it.
     """
     program = analysis.frame.program
     was_searched = (kind.find,) in program.looked_for
@@ -209,7 +208,8 @@ def worth(
     """Computes the best step time with and without each kind of choice (kernels, ...).
 
     Times are measured if some, not all, raced programs lack the kind, else predicted.
-    Kinds that no option has are left out. "Without sharding" is all data parallel.
+    Kinds that no option has, and unmeasured compiler options, are left out. "Without
+    sharding" is all data parallel.
     """
     plain = plainest(presets(analysis.frame))
     kinds = [segment.kind for segment in analysis.segments]
@@ -318,7 +318,7 @@ def kind_title(analysis: Analysis, kind: int) -> str:
 def strategy_figures(
     analysis: Analysis, kind: int, candidate: SegmentChoice
 ) -> StrategyFigures:
-    """Describes a choice for a kind of segment: shardings by block, and storage."""
+    """Describes a choice for a kind of segment, with the blocks grouped by sharding."""
     frame = analysis.frame
     segment = analysis.segments[analysis.representatives[kind]]
     groups = [frame.groups[g] for g in segment.groups]

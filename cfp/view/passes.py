@@ -9,7 +9,7 @@ from rich import box
 from rich.console import RenderableType
 
 from cfp.analysis.analyze import Analysis, program_flops
-from cfp.analysis.dump import opaque_lines, segment_records
+from cfp.analysis.dump import OPAQUE, opaque_lines, segment_records
 from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.plan.describe import op_text
@@ -34,7 +34,7 @@ def strategy_numbers(
 
 
 def analysis_data(analysis: Analysis, seconds: float) -> dict[str, Any]:
-    """Collects blocks, segments and ops that cannot be sharded, for JSON."""
+    """Collects blocks, segments, arguments and ops without a rule, for JSON."""
     program = analysis.frame.program
     return {
         "ops": len(program.ops),
@@ -55,7 +55,7 @@ def analysis_data(analysis: Analysis, seconds: float) -> dict[str, Any]:
 
 
 def analysis_view(data: dict[str, Any], border: box.Box) -> RenderableType:
-    """Renders `analysis_data`: a table of each kind's blocks, and unsharded ops."""
+    """Renders `analysis_data`: a table of kinds' blocks, up to 5 ops without rules."""
     blocks, segments, opaque = data["blocks"], data["segments"], data["opaque_ops"]
     kinds = [one for one in segments if one["representative"]]
     head = (
@@ -74,8 +74,7 @@ def analysis_view(data: dict[str, Any], border: box.Box) -> RenderableType:
             rows.append(Row(cells=cells, ends=block is blocks[end - 1]))
             first = "", ""
     headings = ("kind", "segments", "block", "operation", "strategies")
-    unsharded = f"{len(opaque)} ops have no sharding rule and run replicated"
-    lines = [unsharded] * bool(opaque) + opaque[:_MOST_OPAQUE]
+    lines = [counted(len(opaque), *OPAQUE)] * bool(opaque) + opaque[:_MOST_OPAQUE]
     if (more := len(opaque) - _MOST_OPAQUE) > 0:
         lines.append(f"and {more} more")
     table = Rows(title="Segments", headings=headings, rows=rows)
@@ -87,7 +86,7 @@ def _members(segments: list[dict[str, Any]], kind: int) -> str:
 
 
 def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
-    """Collects requested measurements for JSON; `strategy_numbers` name strategies."""
+    """Collects requested measurements for JSON; strategies by `strategy_numbers`."""
     found, records = [], profiles.records
     for wanted in profiles.requests:
         segment = analysis.segments[analysis.representatives[wanted.kind]]

@@ -40,7 +40,6 @@ def unplanned_text(plan: Plan) -> str:
 
 
 def _nothing_sharded(plan: Plan) -> Values:
-    """Returns four texts if several devices shard no block, or nothing; else ()."""
     devices = prod(size for _, size in plan.mesh_axes)
     what = "all blocks run whole on each device"
     if devices > 1 and plan.arg_specs and not words.is_sharded(plan):
@@ -52,7 +51,6 @@ def _nothing_sharded(plan: Plan) -> Values:
 
 
 def _branches(plan: Plan) -> Values:
-    """Returns (text on branches' times or "", branches); () without branches."""
     texts = [text for text in plan.uncounted if not text.startswith("while")]
     mine = [row for row in plan.race if row.name == plan.winner]
     flags = few([f"{ms:.3f} ms with {flag}" for r in mine for flag, ms in r.flag_ms])
@@ -86,7 +84,7 @@ def _undonated(plan: Plan) -> Values:
 def _in_host(plan: Plan) -> Values:
     if not plan.in_host:
         return ()
-    search, parts = plan.search, [f"{len(plan.in_host)} arguments"]
+    search, parts = plan.search, [counted(len(plan.in_host), "argument", "arguments")]
     if (size := search.get("host_bytes")) is not None:
         parts += [f"{format_bytes(round(size))} a device, else no plan fits"]
     if (moved_ms := search.get("host_ms")) is not None:
@@ -96,7 +94,6 @@ def _in_host(plan: Plan) -> Values:
 
 
 def _pinned(plan: Plan) -> Values:
-    """Returns (source, arguments); () without pins."""
     names = few(merged_alike([plan.arg_names[i] for i in plan.pinned]))
     by_first = words.PINNED_BY_FIRST in plan.search
     source = "as in the step's first plan" if by_first else "by pins= (--pin)"
@@ -163,12 +160,12 @@ def _left(has_kernel: bool) -> Callable[[Plan], Values]:
 
 
 def _count(name: str, one: str, many: str) -> Callable[[Plan], Values]:
-    """Returns a function that writes a count of `Plan.search`, if not zero."""
+    """Returns a function that writes a count of `Plan.search`, or () if it is zero."""
     return lambda plan: counted(n, one, many) if (n := plan.search.get(name)) else ()
 
 
 def precision_text(plan: Plan) -> str:
-    """Counts 16-bit products in `plan.precision`, and others; "" without `products`."""
+    """Counts 16-bit products in `plan.precision`, and as written; "" without `products`."""
     if (one := find_precision(plan.precision)) is None or not plan.products:
         return ""
     counts = {why: sum(of.values()) for why, of in plan.products.items()}
@@ -188,7 +185,6 @@ def precision_text(plan: Plan) -> str:
 
 
 def _crossing(plan: Plan) -> Values:
-    """Returns described axes across hosts, traffic along these, along others; or ()."""
     across, sizes = plan.environment.get("crosses_hosts", ""), dict(plan.mesh_axes)
     totals = {side: [0, 0.0] for side in (True, False)}
     for move in (move for row in plan.rows for move in row.moves):
@@ -201,7 +197,6 @@ def _crossing(plan: Plan) -> Values:
 
 
 def _undivided(plan: Plan) -> Values:
-    """Names arguments or rows that devices do not divide, and batches that they do."""
     roles = (one for row in plan.rows for one in row.strategy)
     tensor = {r.axis for r in roles if r.role in (Role.COLUMNS, Role.CONTRACTED)}
     found = words.other_batches(plan, () if plan.uneven else tensor)

@@ -204,7 +204,7 @@ def merge_neighbours(rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...
 
 
 def merged_moves(moves: Iterable[MoveFigure]) -> tuple[MoveFigure, ...]:
-    """Sums collectives by kind and axes, most bytes first; time None if any is."""
+    """Sums collectives by kind and axes, most bytes first; a time is None if one is."""
     found: dict[tuple[str, tuple[str, ...]], MoveFigure] = {}
     for move in moves:
         if (sum_ := found.get((move.kind, move.axes))) is not None:
@@ -244,7 +244,7 @@ def _place(row: RaceRow) -> tuple[bool, float, float]:
 
 
 def candidates_of(plan: Plan) -> tuple[CandidateView, ...]:
-    """Lists each candidate's fastest variant, or the winner, sorted by `_place`.
+    """Lists a variant of each candidate, the winner or the fastest, sorted by `_place`.
 
     A variant's name is the candidate's, a comma, and its difference. Candidates with
     the same program share a row, under the winner's name if they won.
@@ -416,7 +416,7 @@ def more_rows(plan: Plan) -> Iterator[Rows]:
 
 
 def strategies_rows(plan: Plan, kind: int) -> Rows:
-    """Tabulates a kind's strategies that are faster or smaller than all others."""
+    """Tabulates a kind's used strategies, and others smaller than all faster ones."""
     figures, sizes = plan.figures, list[int]()
     assert figures is not None
     rows, budget, every = [], figures.budget_bytes, figures.kinds[kind].options
@@ -437,8 +437,8 @@ def strategies_rows(plan: Plan, kind: int) -> Rows:
         )
     notes = ["Time and memory of the whole step if these segments take the strategy."]
     notes += ["The plan's own strategy was not measured alone."] * (not figures.picks)
-    more = counted(n := len(every) - len(rows), "strategy is", "strategies are")
-    notes += [f"{more} not shown: slower, in no less memory (all: --json)."] * (n > 0)
+    more = counted(n := len(every) - len(rows), *words.STRATEGIES) + " not shown"
+    notes += [f"{more}: no faster, in no less memory (all: --json)."] * (n > 0)
     headings = ("strategy", "what it does", "step ms", "predicted memory", "segment ms")
     return Rows(
         title=f"Strategies {words.known_how(plan)}: {figures.kinds[kind].name}",

@@ -93,7 +93,7 @@ def _segment_text(segment: SegmentView) -> str:
 
 
 def _arguments_text(plan: Plan) -> str:
-    """Counts the sharded arguments, and names these, most elements first."""
+    """Counts the sharded arguments, and names up to four, most elements first."""
     every = zip(plan.arg_names, plan.arg_types, plan.arg_specs, strict=True)
     sharded = [(-prod(shape_of(kind)), name) for name, kind, spec in every if any(spec)]
     names = merged_alike([name for _, name in sorted(sharded, key=lambda one: one[0])])
@@ -111,7 +111,7 @@ def _variant_texts(plan: Plan) -> Iterator[str]:
 
 
 def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
-    """Renders a plan's headline, tables and remarks for a rich console."""
+    """Renders a plan's headline, tables, throughput, summary and remarks, for rich."""
     tables = (blocks_rows(segments_of(plan)), variants_rows(plan), race_rows(plan))
     lines = [str(throughput(plan) or ""), words.summary_line(plan)]
     lines += map(words.sentence, remarks(plan))
@@ -138,11 +138,7 @@ class Explained:
 
 
 def explained(plan: Plan, wanted: set[int] | None = None) -> Iterator[Explained]:
-    """Yields a text for each of `segments_of` that has wanted blocks, in order.
-
-    Args:
-        wanted: numbers of the blocks to explain; by default all.
-    """
+    """Yields a text on the `wanted` blocks (None: all) of each of `segments_of`."""
     kinds = plan.figures.segment_kinds if plan.figures else ()
     for segment in segments_of(plan):
         shown = [b for b in segment.blocks if wanted is None or {*b.members} & wanted]
@@ -190,10 +186,11 @@ def explain_text(plan: Plan, block: str | None = None) -> str:
     """Explains a plan, or some of its blocks, in lines of `columns()` characters.
 
     Args:
-        block: part of names, or a pattern of whole ones with ``*``; ignores case.
+        block: part of block names, or else of their arguments' names; with ``*`` a
+            pattern of whole names. Case does not matter.
 
     Raises:
-        CfpError: no block has such a name, or reads such an argument.
+        CfpError: no name matches.
     """
     wanted = None if block is None else _wanted(plan, block)
     lines = [words.headline(plan), *(facts(plan) if wanted is None else ())]
@@ -213,7 +210,7 @@ def explain_text(plan: Plan, block: str | None = None) -> str:
 
 
 def _wanted(plan: Plan, block: str) -> set[int]:
-    """Returns indices of blocks by name, else merged name or arguments; or CfpError."""
+    """Finds blocks by name, else merged name, else arguments; CfpError without any."""
     sought = block.casefold()
     pattern = sought if "*" in sought else f"*{sought}*"
 
@@ -283,7 +280,7 @@ def diff_data(first: Plan, second: Plan) -> dict[str, tuple[str, str]]:
 def diff_text(
     first: Plan, second: Plan, names: tuple[str, str] = ("first", "second")
 ) -> str:
-    """Lists differences of two plans, or that none exist; shortens equal changes."""
+    """Lists differences of two plans, or that none exist; at most four equal ones."""
     lines = [f"{names[0]} -> {names[1]}"]
     groups: dict[tuple[str, str], list[str]] = {}
     for name, pair in diff_data(first, second).items():
@@ -300,7 +297,7 @@ def diff_text(
 
 
 def _facts(plan: Plan) -> dict[str, str]:
-    """Maps facts' names to texts, for comparisons; without those on the store alone."""
+    """Maps facts' names to texts, for comparisons, without the version of measuring."""
     found = {"plan": plan.winner, "memory": words.memory_text(plan)}
     times = {"measured": plan.measured_ms}
     times[f"predicted {words.basis_text(plan)}"] = plan.predicted_ms

@@ -89,7 +89,7 @@ def tensor_text(kind: str, spec: Spec) -> str:
 
 
 def move_text(move: MoveFigure) -> str:
-    """Describes a collective: ``all-reduce over x, 64 KiB in 2 calls, 0.12 ms``."""
+    """Describes a collective: ``all-reduce over x, 64.00 KiB in 2 calls, 0.120 ms``."""
     calls = f" in {move.count} calls" if move.count > 1 else ""
     took = "" if move.time_ms is None else f", {move.time_ms:.3f} ms"
     size = format_bytes(move.total_bytes)
@@ -97,7 +97,7 @@ def move_text(move: MoveFigure) -> str:
 
 
 def moves_text(moves: Sequence[MoveFigure]) -> str:
-    """Describes collectives: ``all-reduce over x, 4 MiB in each of 12 iterations``.
+    """Describes collectives: ``all-reduce over x, 4.00 MiB in each of 12 iterations``.
 
     Collectives below a KiB in each iteration are left out; "-" if none is left.
     """
@@ -157,7 +157,7 @@ def times(plan: Plan) -> list[str]:
 
 
 def memory_text(plan: Plan) -> str:
-    """Describes a plan's memory, its fit in the budget and its source; or ""."""
+    """Describes a plan's memory, fit in the budget, and source; "" if unknown."""
     if (size := _needed_bytes(plan)) is None:
         return ""
     how = "compiled" if plan.peak_bytes is not None else "predicted"
@@ -196,7 +196,7 @@ def basis_text(plan: Plan) -> str:
 
 
 def summary_line(plan: Plan) -> str:
-    """Counts measured strategies, and lists the seconds of each pass, and others."""
+    """Counts measured and cached strategies; lists seconds by pass, and in all."""
     search, seconds, parts = plan.search, "_seconds", []
     if "strategies_measured" in search:
         failed = search.get("strategies_failed")
@@ -232,7 +232,7 @@ def is_sharded(plan: Plan) -> bool:
 
 
 def runs_whole(plan: Plan) -> bool:
-    """True if a plan on several devices has blocks, and no sharded block or kernel."""
+    """True if several devices run blocks, and shard no block, kernel or `shard_map`."""
     devices = prod(size for _, size in plan.mesh_axes)
     return devices > 1 and bool(plan.rows) and not _shards_blocks(plan)
 
@@ -244,7 +244,10 @@ def _shards_blocks(plan: Plan) -> bool:
 
 
 def other_batches(plan: Plan, but: Collection[str] = ()) -> tuple[str, str, str] | None:
-    """Returns (devices, rows not divided by them, batches that are); not axes `but`."""
+    """Returns texts: (devices, rows that they do not divide, batches that they do).
+
+    None if they divide the rows, or the batch is unknown. Axes `but` do not count.
+    """
     devices = prod(size for axis, size in plan.mesh_axes if axis not in but)
     samples = round(plan.search.get("batch_samples") or 0)
     if not (rows := round(plan.search.get("batch_rows", samples))) % devices:
@@ -267,7 +270,7 @@ def unsearched_text(plan: Plan) -> str:
 
 
 def budget_text(plan: Plan) -> str:
-    """Describes a budget within a known device's memory, or with a reserve; else ""."""
+    """Describes a budget with a reserve, or within a known device's memory; else ""."""
     budget = plan.figures and plan.figures.budget_bytes
     kind = kind_of(plan.environment.get("device_kind", ""))
     whole, reserve = kind.memory_bytes if kind else 0, plan.search.get(RESERVE_BYTES, 0)
@@ -300,7 +303,7 @@ class Throughput:
         model_tflop: 1e12 FLOPs of one step, without rematerialized FLOPs.
         uncounted_loops: number of loops of unknown length, counted as one iteration.
         step_ms: the step time for the rates; None if unknown, and so are the rates.
-        known_how: how it is known: "measured", "predicted" or "estimated".
+        known_how: source of `step_ms`: "measured", "predicted" or "estimated".
         tflop_per_s: rate of each device; None with uncounted loops too.
         runs_whole: True if all devices compute the same.
         rate_share: share of the devices' nominal matrix rates for the products' types;
@@ -346,7 +349,7 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
     """Computes a plan's throughput; None without products.
 
     Args:
-        step_ms: time of a step; by default the measured one, or the predicted one.
+        step_ms: measured time of a step; by default the plan's measured or predicted.
     """
     how = "measured"
     if step_ms is None and (step_ms := plan.measured_ms) is None:

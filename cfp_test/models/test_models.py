@@ -211,7 +211,7 @@ def test_options_are_documented_and_have_flags():
         ("moe", {"experts": 1}, "experts.* 1[.]"),
         ("moe", {"layers": 3, "scan": True}, "layers.* scan.* 3[.]"),
         ("moe", {"expert_group_size": 48}, "group_size.*batch=4, seq=16.*=48"),
-        ("moe", {"microbatches": 4}, "group_size.*batch=1, seq=16.*=32"),
+        ("moe", {"microbatches": 4}, "group_size.*microbatches=1, seq=16.*=32"),
     ],
 )
 def test_bad_options_are_refused(name, options, message):

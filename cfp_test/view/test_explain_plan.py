@@ -144,7 +144,7 @@ def test_explanations(golden):
 def test_explanations_leave_out_what_is_neither_faster_nor_smaller():
     text = explain_text(DEEP)
     assert "slow & large" in DEEP.to_json() and "slow & large" not in text
-    assert "1 strategy is not shown: slower, in no less memory (all: --json)." in text
+    assert "1 strategy not shown: no faster, in no less memory (all: --json)." in text
     slow = among(
         lambda o: [replace(one, taken=one.name == "slow & large") for one in o]
     )

@@ -93,7 +93,8 @@ def injection(**how: Any) -> Iterator[Report]:
         how: as in `inject`.
 
     Raises:
-        CfpError: as in `inject`; `strict` is checked when the block ends.
+        CfpError: an operator or implementation is unknown; or, when the block ends,
+            `strict` and nothing was replaced.
     """
     injector = _Injector.of(**how)
     with nn.intercept_methods(injector.intercept):
@@ -165,7 +166,7 @@ class _Injector:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Calls the policy's replacement, or `original` if that refuses the call."""
+        """Calls the replacement by a policy, or `original` if the policy refuses."""
         policy.used.clear()
         try:
             replacement = policy.build(part)

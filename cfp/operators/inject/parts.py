@@ -101,7 +101,7 @@ class _OfHF(Policy):
         return type(part).__name__.removeprefix("Flax") == self.kind
 
     def build(self, part: Any) -> Callable[..., Any]:
-        """Returns a replacement; refuses dropout, options, masks not `right_padded`."""
+        """Returns a replacement. Calls with dropout, options or masks may raise `Refused`."""
 
         def replacement(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             if len(args) > len(self.takes):
@@ -137,7 +137,7 @@ def _heads(part: Any, *arrays: Array) -> list[Array]:
 
 
 class HFGPT2Attention(_OfHF):
-    """Self-attention of a GPT-2."""
+    """Policy for the self-attention of a GPT-2."""
 
     kind = "GPT2Attention"
     takes = ("hidden_states", "key_value_states", "attention_mask", "deterministic")
@@ -158,14 +158,14 @@ class HFGPT2Attention(_OfHF):
 
 
 class HFGPT2MLP(_OfHF):
-    """The MLP of a GPT-2."""
+    """Policy for the MLP of a GPT-2."""
 
     kind = "GPT2MLP"
     takes = ("hidden_states", "deterministic")
     drops = ("resid_pdrop",)
 
     def compute(self, part: Any, parameters: Any, hidden: Array, mask: Any) -> Any:
-        """Both products, with the operator `bias_gelu` between them."""
+        """Returns the result: plain products, with the operator `bias_gelu` between."""
         activation = getattr(part.config, "activation_function", "gelu_new")
         if activation not in ("gelu_new", "gelu_pytorch_tanh"):
             raise Refused(f"has activation {activation}; bias_gelu has tanh GELU")
@@ -177,14 +177,14 @@ class HFGPT2MLP(_OfHF):
 
 
 class HFBertSelfAttention(_OfHF):
-    """Self-attention of a BERT."""
+    """Policy for the self-attention of a BERT."""
 
     kind = "BertSelfAttention"
     takes = ("hidden_states", "attention_mask", "layer_head_mask", "key_value_states")
     drops = ("attention_probs_dropout_prob",)
 
     def compute(self, part: Any, parameters: Any, hidden: Array, mask: Any) -> Any:
-        """Returns (result,); lengths are the mask's sums, or whole without a mask."""
+        """Returns (result,); lengths are the mask's sums by sequence; whole without."""
         kernel, bias = (
             jnp.stack([parameters[name][leaf] for name in ("query", "key", "value")])
             for leaf in ("kernel", "bias")

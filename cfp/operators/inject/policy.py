@@ -14,6 +14,7 @@ from typing import Any
 from jax import Array
 
 from cfp.operators import find
+from cfp.printable import counted
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Policy(ABC):
             first that accepts the arguments.
         right_padded: True promises that attention masks only mask padding at the ends
             of sequences.
-        used: implementation by operator, in the latest call of a part.
+        used: {operator: implementation} in the latest call of a part.
     """
 
     implementations: Mapping[str, str]
@@ -51,7 +52,7 @@ class Policy(ABC):
         """
 
     def call(self, operator: str, *args: Any, **options: Any) -> Array:
-        """Returns an operator's result, fills `used`; raises CfpError if refused."""
+        """Returns an operator's result, fills `used`; CfpError if all refuse."""
         wanted = self.implementations.get(operator)
         found = find(operator).by_first(*args, implementation=wanted, **options)
         self.used[operator], made = found
@@ -93,7 +94,8 @@ class Report:
 
     def __str__(self) -> str:
         """Counts and lists the parts, one a line, replaced parts first."""
-        lines = [f"{len(self.replaced)} parts replaced, {len(self.left)} left"]
+        replaced = counted(len(self.replaced), "part", "parts")
+        lines = [f"{replaced} replaced, {len(self.left)} left"]
         for path, part in sorted(
             self.parts.items(), key=lambda one: one[1].reason != ""
         ):

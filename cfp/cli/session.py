@@ -128,7 +128,7 @@ def open_session(ctx: typer.Context) -> Session:
 
 
 def dump_session(session: Session, workdir: Path | None) -> Path | None:
-    """Writes the analysis below `workdir` in process 0; returns its folder, else None."""
+    """Writes the analysis below `workdir` in process 0; returns its folder, or None."""
     if workdir is None or is_follower():
         return None
     folder = workdir / GLOBAL_FOLDER

@@ -306,7 +306,7 @@ def make_train_step(apply: Apply, optimizer: Any, microbatches: int = 1) -> Trai
     def loss_fn(
         params: Any, batch: Batch, share: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """(loss, cross-entropy) of a batch; with `share`, a part's contribution to both."""
+        """(loss, cross-entropy) of a batch; by `share` a part's contributions."""
         logits, penalty = apply(params, batch)
         entropy = cross_entropy(logits, batch["labels"], batch.get("mask"))
         if share is None:

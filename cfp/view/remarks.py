@@ -165,7 +165,7 @@ def _count(name: str, one: str, many: str) -> Callable[[Plan], Values]:
 
 
 def precision_text(plan: Plan) -> str:
-    """Counts 16-bit products in `plan.precision`, and as written; "" without `products`."""
+    """Counts `plan.products` in `plan.precision`, and as written; "" without any."""
     if (one := find_precision(plan.precision)) is None or not plan.products:
         return ""
     counts = {why: sum(of.values()) for why, of in plan.products.items()}

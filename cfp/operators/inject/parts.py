@@ -101,7 +101,7 @@ class _OfHF(Policy):
         return type(part).__name__.removeprefix("Flax") == self.kind
 
     def build(self, part: Any) -> Callable[..., Any]:
-        """Returns a replacement. Calls with dropout, options or masks may raise `Refused`."""
+        """Returns a replacement; it may refuse calls with dropout, options or masks."""
 
         def replacement(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             if len(args) > len(self.takes):

@@ -1,17 +1,17 @@
 # %% [markdown]
 # # Train a model on several devices
 #
-# For users who train on one device and have several. This tutorial takes a training
-# loop to four devices, and then through what happens in practice: the run is stopped,
-# starts again from a checkpoint, and continues on another number of devices. The
-# model learns to write, character by character, from a story of 4,000 characters.
-# The model is not written for cfp, and does not change on the way.
+# For users who train on one device and have several. This tutorial runs a training
+# loop on four devices, stops the run, continues it from a checkpoint, and continues it
+# on two devices. The model learns to write, character by character, from a story of
+# 4,000 characters.
+# The model is not written for cfp, and its code stays as it is.
 #
 # You need cfp with its extra `models` ([installation](install.md)). On a machine
-# without GPUs everything below runs on four virtual devices, in about a minute. Such
-# devices share one CPU, so that nothing becomes faster; what you see and type is the
-# same. With GPUs, use four. This page is also [a notebook](tutorial/tutorial.ipynb) and
-# [a program](tutorial/tutorial.py), to be run in the folder of [the
+# without GPUs the tutorial runs on four virtual devices, in about a minute. Virtual
+# devices share one CPU, so steps become no faster. With GPUs, use four.
+# The tutorial is also [a notebook](tutorial/tutorial.ipynb) and
+# [a program](tutorial/tutorial.py); run these in the folder of [the
 # story](tutorial/mill.txt).
 
 # %%
@@ -85,8 +85,8 @@ def make_state():
 
 # %% [markdown]
 # The training step is a function from the old state to the new one. In the step,
-# `nnx.merge` makes modules from the state's arrays. So shapes are enough to describe
-# the state, and `nnx.eval_shape` makes shapes without any array.
+# `nnx.merge` makes modules from the state's arrays. To describe the state,
+# `nnx.eval_shape` makes shapes without arrays.
 
 # %%
 graph, state_shape = nnx.split(nnx.eval_shape(make))
@@ -121,7 +121,7 @@ def train(step, state, first, last):
 
 
 # %% [markdown]
-# So far this is JAX. On one device `jax.jit` compiles the step:
+# On one device `jax.jit` compiles the step, without cfp:
 
 # %%
 one_step = jax.jit(train_step, donate_argnums=0)
@@ -135,8 +135,8 @@ for number in (0, 20, 40, 60, 79):
 # `cfp.plan` takes the step, its arguments as arrays or as shapes, and a mesh. It
 # looks for the fastest sharding of the step that fits into the devices' memory, and
 # on GPUs times the best candidates. With all parameters on every device the step needs
-# 13 MiB on each. On CPUs we give cfp a budget of 12 MiB, so that it has to save memory.
-# Planning takes some seconds on CPUs, most of it for compiling.
+# 13 MiB on each. On CPUs the tutorial sets a budget of 12 MiB, so that cfp has to save
+# memory. Planning takes some seconds on CPUs.
 
 # %%
 mesh = jax.make_mesh((len(devices),), ("x",), devices=devices)
@@ -157,25 +157,25 @@ print(plan)
 # %% [markdown]
 # How to read the plan, from the top:
 #
-# - Time and memory of a step on each device, and the step's FLOPs. A plan
-#   for GPUs is measured. On virtual devices, whose times say nothing about GPUs,
-#   cfp chooses by estimates, and compiles the plan to see that it fits.
-# - *chosen* gives the reason for this plan, and after a race the second candidate. On
-#   GPUs the presets (data parallel, ZeRO, fully sharded, tensor parallel and others)
-#   that may be fast enough race, too. So no preset of the race is more than 1 % faster.
+# - The first lines have time and memory of a step on each device, and the step's FLOPs.
+#   On GPUs the time is measured. On virtual devices, whose times say little about GPUs,
+#   cfp chooses by estimates, and compiles the plan to see that it fits the budget.
+# - *chosen* gives the reason for the plan, and the next candidate. On GPUs, the plan
+#   has won a race that also times the presets (data parallel, ZeRO, fully sharded,
+#   tensor parallel and others) that may be fast enough.
 # - *segments* are the parts of the model: the two blocks are alike, and share one
-#   line. Each product is named by its weight, with the dim that axis `x` splits: the
-#   `rows` (the batch, so data parallelism), the `columns`, or the dim that is
-#   `contracted` (after `columns`: tensor parallelism). The last words say how
+#   line. Each product is named by its weight, or else by its source line, with the dim
+#   that axis `x` splits: `rows` or `batch` (data parallelism), `columns`, or the
+#   `contracted` dim (after `columns`: tensor parallelism). The last words say how
 #   parameters and optimizer state are stored: as the step uses them, sharded and
-#   gathered before use, or sharded along their largest dims, whatever their use.
+#   gathered before use, or sharded along their largest dims.
 # - *arguments* counts how many arrays of state and batch are sharded, and names the
 #   largest.
 # - *worth by prediction* says how much longer the step would take without a kind of
-#   choice: here 0.167 ms without storing parameters in shards.
+#   choice: 0.167 ms without a choice of how parameters are stored.
 #
-# The report, one HTML file for a browser, also shows the strategies of each segment
-# ([how to read it](reading-plans.md)).
+# `plan.report` writes one HTML file for a browser, which also shows the strategies of
+# each segment ([how to read it](reading-plans.md)).
 
 # %%
 plan.report("report.html")
@@ -184,8 +184,7 @@ plan.report("report.html")
 # ## Train on all of them
 #
 # `plan.apply` returns the same step, sharded. `plan.init` makes the state in the plan's
-# shardings: here no device ever holds all of it. With both, the training loop above
-# has the same losses, up to rounding.
+# shardings. With both, the training loop has the losses of one device, up to rounding.
 
 # %%
 step = plan.apply(train_step)
@@ -202,9 +201,8 @@ print(
 # %% [markdown]
 # ## Save
 #
-# A run can be resumed with two things: the plan, which is in `plan.json`
-# already, and a checkpoint of the state. Orbax saves sharded arrays, each device its
-# part.
+# To resume a run you need the plan, which is in `plan.json`, and a checkpoint of the
+# state. Orbax saves sharded arrays.
 
 # %%
 folder = Path("checkpoints").absolute()
@@ -214,11 +212,11 @@ with ocp.StandardCheckpointer() as checkpoints:
 # %% [markdown]
 # ## Start again
 #
-# The run was stopped. In a new process (in a notebook: restart the kernel) run the
-# definitions of model, step and batches again, all above `one_step`, and then go on
-# here. Nothing is planned. `bind` checks that the plan is for arguments like these. The
-# checkpoint is restored straight into the plan's shardings. The first call checks that
-# the plan is for this step, and loads the executable that planning stored in the cache.
+# Suppose that the run was stopped. In a new process (in a notebook: restart the kernel)
+# run all code before `one_step` again, and then the next cell. It loads the plan, and
+# plans nothing. `bind` checks that the plan is for arguments of these shapes and types.
+# Orbax restores the checkpoint in the plan's shardings. The first call checks that the
+# plan is for this step, and loads the executable that planning stored in the cache.
 
 # %%
 batch_shape = jax.ShapeDtypeStruct((rows, length + 1), np.int32)
@@ -245,8 +243,8 @@ print(f"step 40: {resumed[0]:.4f}, step 79: {resumed[-1]:.4f}")
 # %% [markdown]
 # ## Go on with other devices
 #
-# Half of the devices are gone. Plan again for the other half, and restore the
-# checkpoint into the new plan's shardings.
+# Suppose that half of the devices are gone. Plan for the other half, and restore the
+# checkpoint in the new plan's shardings.
 
 # %%
 half = jax.make_mesh((len(devices) // 2,), ("x",), devices=devices[: len(devices) // 2])
@@ -260,8 +258,7 @@ print(f"step 59 on {half.size} devices: {on_half[-1]:.4f}, before: {resumed[19]:
 # %% [markdown]
 # ## What it has learned
 #
-# On any devices the trained state is an `nnx.State`: `nnx.merge` makes the model from
-# it.
+# The trained state is an `nnx.State`, from which `nnx.merge` makes the model.
 
 # %%
 writer, _ = nnx.merge(graph, jax.device_get(state))
@@ -275,16 +272,16 @@ story = "".join(characters[token] for token in written[length:])
 print(story[:60], story[60:], sep="\n")
 
 # %% [markdown]
-# It takes many more steps to write words.
+# The model needs many more steps to write words.
 #
 # ## Where to go from here
 #
-# - In a program, one line is enough: `step =
+# - In place of loading, binding and applying a plan: `step =
 #   cfp.parallelize(train_step, plan="plan.json", donate_argnums=0)`. Without
-#   `plan`, each run plans the step at its first call, with the measurements in
+#   `plan`, the first call of each run plans the step, with the measurements in
 #   the cache.
-# - A learning rate may change under a plan. A batch of another size is another
-#   program: plan again. All cases: [keep a plan](keep-a-plan.md).
-# - On GPUs compute in bfloat16: then plans use faster kernels by themselves, such as
+# - A learning rate may change under a plan; a batch of another size needs another
+#   plan ([keep a plan](keep-a-plan.md)).
+# - On GPUs compute in bfloat16, so that plans can use faster kernels, such as
 #   cuDNN's attention ([when it helps](performance.md)).
-# - A cluster that you do not have yet: [planning ahead](planning-ahead.md).
+# - To plan for a cluster that you do not have yet: [planning ahead](planning-ahead.md).

@@ -213,8 +213,8 @@ with ocp.StandardCheckpointer() as checkpoints:
 # ## Start again
 #
 # Suppose that the run was stopped. In a new process (in a notebook: restart the kernel)
-# run all code before `one_step` again, and then the next cell. It loads the plan, and
-# plans nothing. `bind` checks that the plan is for arguments of these shapes and types.
+# run all code before `one_step` again, and then the next cell, which loads the plan.
+# `bind` checks that the plan is for arguments of these shapes and types.
 # Orbax restores the checkpoint in the plan's shardings. The first call checks that the
 # plan is for this step, and loads the executable that planning stored in the cache.
 

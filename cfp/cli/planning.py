@@ -142,7 +142,7 @@ _MORE_MICROBATCHES = (2, 4, 8)
 
 
 def _cluster(given: dict[str, Any]) -> Cluster | None:
-    """Reads the cluster of --for; None without --for; CfpError for excluded options."""
+    """Reads the cluster of --for, or None; CfpError for options that --for excludes."""
     text = given.get("described")
     for option in ("platform", "devices", "measure", "ray") if text else ():
         if given.get(option):
@@ -432,7 +432,7 @@ def profile(ctx: typer.Context, given: Any) -> Answer | None:
     def show() -> None:
         segments = segment_records(session.analysis)
         print_view(partial(passes.profiles_view, data, segments))
-        print(f"Kept in {kept}")
+        print(f"Measurements are kept in {kept}")
 
     return Answer(lambda: data, show)
 

@@ -177,7 +177,7 @@ def check_writable(path: Path | None, option: str = "-o") -> None:
     elif there != path and not there.is_dir():
         problem = f"{there} is no folder"
     elif not os.access(there, os.W_OK):
-        problem = "it is not writable"
+        problem = f"{there} is not writable"
     else:
         return
     raise CfpError(f"Cannot write {path}: {problem}. Name another file with {option}.")

@@ -84,8 +84,8 @@ class Supervision:
             in_a_row = in_a_row + 1 if now == done else 1
             done = now
         raise CfpError(
-            f"{in_a_row} worker processes crashed in a row. Check that JAX runs on "
-            "these devices, then run the command again with --retry-failures."
+            f"{in_a_row} worker processes in a row crashed or hung. Check that JAX "
+            "runs on these devices, then run the command again with --retry-failures."
         )
 
 

@@ -148,9 +148,9 @@ def _unused(
         has_it = kind in dict(one.candidate.kernels)
         times[has_it] = min(times[has_it], one.time_ms)
     if times[True] == inf:
-        return f"{text}no strategy was tried with it"
+        return f"{text}no strategy was tried with a kernel"
     without = f", {times[False]:.3f} ms without" if times[False] < inf else ""
-    return f"{text}a segment takes {times[True]:.3f} ms with it{without}"
+    return f"{text}a segment takes {times[True]:.3f} ms with a kernel{without}"
 
 
 # ----------------------------------------------------------------------------- search

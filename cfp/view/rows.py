@@ -267,7 +267,7 @@ def candidates_of(plan: Plan) -> tuple[CandidateView, ...]:
 
 
 def chosen_text(plan: Plan) -> str:
-    """Describes how a plan was chosen: by a race, by prediction or by name."""
+    """Describes how a plan was chosen: by a race, prediction, estimates or name."""
     every = candidates_of(plan)
     ran = [o for o in every if o.row.time_ms is not None and not o.row.note]
     own = next((one for one in ran if one.won), None)

@@ -41,7 +41,7 @@ RESERVE_BYTES, PINNED_BY_FIRST = "reserve_bytes", "pinned_by_first"
 
 
 def storage_text(plan: Plan, index: int) -> str:
-    """Describes a segment's storage, pins, kernels and rematerialization."""
+    """Describes a segment's usual storage, pins, kernels and rematerialization."""
     segment, own = plan.segments[index], plan.segments[index].parameters
     read = {name for row in plan.rows if row.segment == index for name in row.arguments}
     places = {i for i, name in enumerate(plan.arg_names) if name in read}
@@ -196,7 +196,7 @@ def basis_text(plan: Plan) -> str:
 
 
 def summary_line(plan: Plan) -> str:
-    """Counts measured and cached strategies; lists seconds by pass, and in all."""
+    """Counts measured, cached and failed strategies; lists seconds by pass, in all."""
     search, seconds, parts = plan.search, "_seconds", []
     if "strategies_measured" in search:
         failed = search.get("strategies_failed")
@@ -300,14 +300,14 @@ class Throughput:
     """Rates of a step's computation.
 
     Attributes:
-        model_tflop: 1e12 FLOPs of one step, without rematerialized FLOPs.
+        model_tflop: FLOPs of one step / 1e12, without rematerialized FLOPs.
         uncounted_loops: number of loops of unknown length, counted as one iteration.
         step_ms: the step time for the rates; None if unknown, and so are the rates.
         known_how: source of `step_ms`: "measured", "predicted" or "estimated".
         tflop_per_s: rate of each device; None with uncounted loops too.
         runs_whole: True if all devices compute the same.
         rate_share: share of the devices' nominal matrix rates for the products' types;
-            None without a rate, for unknown devices, and for float32 without TF32.
+            None without a rate, for unknown devices, and for full float32 products.
         rate_dtypes: types of these rates, such as "float32 (TF32)".
         tokens_per_s: None if the batch has no tokens.
         samples_per_s: None if the batch has tokens or is unknown.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
+from rich import box
 
 from cfp.analysis.analyze import analyze, program_flops, rematerialized_flops
 from cfp.analysis.dump import (
@@ -21,6 +22,8 @@ from cfp.analysis.presets import presets
 from cfp.errors import CfpError
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.view.console import plain_text
+from cfp.view.passes import analysis_data, analysis_view
 from cfp_test.passes.three_passes import layout_lines, sequence_lines
 
 
@@ -154,6 +157,8 @@ def test_opaque_ops_are_listed_with_their_source():
     lines = list(opaque_lines(analysis.frame.program))
     assert not lines[0].startswith("0 ops")
     assert any("custom_call" in line and "test_dump.py:" in line for line in lines)
+    view = analysis_view(analysis_data(analysis, 0.0), box.ASCII)
+    assert lines[0] in plain_text(view)
 
 
 def test_a_region_sharded_by_hand_is_not_listed_as_opaque():

@@ -184,7 +184,7 @@ class HFBertSelfAttention(_OfHF):
     drops = ("attention_probs_dropout_prob",)
 
     def compute(self, part: Any, parameters: Any, hidden: Array, mask: Any) -> Any:
-        """Returns (result,); lengths are the mask's sums by sequence; whole without."""
+        """Returns (result,); lengths are mask sums, or all tokens without a mask."""
         kernel, bias = (
             jnp.stack([parameters[name][leaf] for name in ("query", "key", "value")])
             for leaf in ("kernel", "bias")

@@ -66,7 +66,7 @@ class Part:
     Attributes:
         kind: name of its class.
         policy: class name of the matching policy, or "".
-        operators: implementations in its last call, by operator; {} if not replaced.
+        operators: implementations in its last replaced call, by operator; or {}.
         reason: why it, or its last call, was not replaced; "" if it was.
     """
 

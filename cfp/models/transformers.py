@@ -44,7 +44,7 @@ def decoder_layer(
     second: str = "feed_forward_norm",
     feed_forward: Layer = lambda params, x: (inside("mlp", nn.mlp, params, x), None),
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Output and penalty of a pre-norm layer; `second`: key of the second norm."""
+    """Output of a pre-norm layer, penalty or None; `second`: key of the second norm."""
     h = inside("attention_norm", nn.norm, params, x)
     x = constrain(x + inside("attention", attend, params, h), RESIDUAL)
     y, penalty = feed_forward(params, inside(second, nn.norm, params, x))

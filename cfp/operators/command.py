@@ -206,7 +206,7 @@ def _run(options: argparse.Namespace) -> int:
         known("type that operators are tried in", name, LIMITS)
     print_environment(found, console)
     how: dict[str, Any] = {"forward_only": options.forward_only}
-    if options.seconds:
+    if options.seconds is not None:
         how["seconds"] = options.seconds
     rows: list[Row] = []
     for row in benchmark.run(operators, shapes, dtypes, **how):

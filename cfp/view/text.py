@@ -138,7 +138,7 @@ class Explained:
 
 
 def explained(plan: Plan, wanted: set[int] | None = None) -> Iterator[Explained]:
-    """Yields a text on the `wanted` blocks (None: all) of each of `segments_of`."""
+    """Yields texts on the `wanted` blocks (None: all) of `segments_of`, in order."""
     kinds = plan.figures.segment_kinds if plan.figures else ()
     for segment in segments_of(plan):
         shown = [b for b in segment.blocks if wanted is None or {*b.members} & wanted]

@@ -107,6 +107,12 @@ def test_what_the_budget_does_not_reach_is_a_row():
     assert [row.state for row in found] == [b.NO_TIME] * 7
 
 
+def test_no_seconds_reach_no_implementation(capsys):
+    words = ["--only-run", "swiglu", "--shapes", SHAPE, "--seconds", "0"]
+    assert command.main(words) == 0
+    assert b.NO_TIME in capsys.readouterr().out
+
+
 def test_a_limit_is_for_norms_and_for_the_largest_difference():
     right = np.ones(10_000, np.float32)
 

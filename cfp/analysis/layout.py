@@ -56,7 +56,7 @@ class Choice:
         return {pair for _, kernels in self.kernels for pair in kernels}
 
     def kernels_of(self, segment: int) -> SegmentKernels:
-        """Returns a segment's (kind, kernel) pairs; () if it is computed as written."""
+        """Returns {kind of kernels: kernel} of a segment as pairs; () if as written."""
         return dict(self.kernels).get(segment, AS_WRITTEN)
 
 

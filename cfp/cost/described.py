@@ -513,7 +513,7 @@ _FOLDER = resources.files("cfp.cost").joinpath("kinds")
 
 
 def read(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
-    """Makes a kind of device from a parsed TOML file; `where` names it in errors.
+    """Makes a kind of device from a parsed TOML file; `where` names the file.
 
     A key `kind` starts from a shipped kind. Other keys replace its numbers, measured or
     not; a link rate drops its curves. Without `kind`, `name` is the default name.

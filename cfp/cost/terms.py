@@ -156,7 +156,7 @@ class Terms:
     def manual_ms(self, op: Op) -> float:
         """Ms per step of a `shard_map` region on one device; 0 for other ops.
 
-        Products and memory traffic count; collectives inside do not.
+        Products and memory traffic count; communication does not.
         """
         if op.manual is None:
             return 0.0

@@ -83,7 +83,7 @@ class Mask:
         return None if self.keys is None else jnp.full(batch, self.keys, jnp.int32)
 
     def without_positions(self) -> Mask:
-        """The mask without its conditions on positions; segments stay."""
+        """The mask with its segments and key lengths alone."""
         return replace(
             self,
             causal=False,

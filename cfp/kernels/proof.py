@@ -477,7 +477,7 @@ class Reader:
         return {tuple(one[i] for i in places) for one in self.table.visible}
 
     def _read(self, key: Key) -> tuple[Tensor, Letters]:
-        """A side's smallest tensor in the body, and its letters; Different if none."""
+        """A side's smallest tensor here, and the side's letters; Different if none."""
         side, op_of = self.core.sides[key], self.program.ops
         here = [x for x in side.reads if op_of[x.use[0]].parent == self.core.parent]
         if not here:

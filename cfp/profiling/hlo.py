@@ -535,7 +535,7 @@ class _Computation:
         return None
 
     def _all(self, of: str) -> Iterator[_Value]:
-        """Yields the values of a `tuple` op's operands, or of another op's result."""
+        """Yields the value of an op's result; for a `tuple` op that of each operand."""
         one = self._here[of]
         if one.opcode == "tuple":
             for operand in one.operands:

@@ -529,7 +529,7 @@ def other_program(
             "plan was made with, 0.1 or jnp.float32(0.1); a checkpoint restores "
             "arrays, so plan with arrays."
         )
-    lines.append("Constants, such as a learning rate, may differ.")
+    lines.append("Values of most constants, such as a learning rate, do not count.")
     remedy = "Pass the plan's step, microbatches, options and arguments, with equal "
     remedy += "fields that are no arrays (as train or eval mode); or plan again."
     if planned_for.get("platform", here.get("platform")) != here.get("platform"):

@@ -86,7 +86,7 @@ def variants(one: Candidate, rules: PlatformDefaults) -> list[Candidate]:
 
 
 def without_first_options(one: Candidate, rules: PlatformDefaults) -> Candidate:
-    """Returns a candidate without `rules.first_options`; unchanged if it has none."""
+    """Returns a candidate without the first options that end its name, if any do."""
     for name, chosen in rules.first_options.items():
         if one.name.endswith(f", {name}"):
             return one.without(chosen, name=one.name.removesuffix(f", {name}"))

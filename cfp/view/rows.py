@@ -228,7 +228,7 @@ class CandidateView:
     """A program of the race, with all its names.
 
     Attributes:
-        row: the row of the program's fastest variant, or of the winner.
+        row: the row of the winner, or else of the program's first variant by `_place`.
         won: True for the plan's program.
         others: names of other candidates with the same program.
     """
@@ -244,7 +244,7 @@ def _place(row: RaceRow) -> tuple[bool, float, float]:
 
 
 def candidates_of(plan: Plan) -> tuple[CandidateView, ...]:
-    """Lists a variant of each candidate, the winner or the fastest, sorted by `_place`.
+    """Lists each candidate's winner, or else its first variant, sorted by `_place`.
 
     A variant's name is the candidate's, a comma, and its difference. Candidates with
     the same program share a row, under the winner's name if they won.

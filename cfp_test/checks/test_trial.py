@@ -215,7 +215,7 @@ def test_arrays_of_one_shape_are_fetched_by_one_program(monkeypatch):
 
 
 def test_only_what_has_the_same_shape_is_compared():
-    with pytest.raises(CfpError, match=r"w is \(2,\), and \(1,\) expected"):
+    with pytest.raises(CfpError, match=r"w: got \(2,\), and \(1,\) is expected"):
         compare({"w": np.ones(2)}, {"w": np.ones(1)})
 
 

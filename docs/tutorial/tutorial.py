@@ -166,9 +166,9 @@ print(plan)
 # - *segments* are the parts of the model: the two blocks are alike, and share one
 #   line. Each product is named by its weight, or else by its source line, with the dim
 #   that axis `x` splits: `rows` or `batch` (data parallelism), `columns`, or the
-#   `contracted` dim (after `columns`: tensor parallelism). The last words say how
-#   parameters and optimizer state are stored: as the step uses them, sharded and
-#   gathered before use, or sharded along their largest dims.
+#   `contracted` dim (after `columns`: tensor parallelism). Then follows how
+#   parameters and optimizer state are stored, such as "as used", or sharded
+#   along their largest dims.
 # - *arguments* counts how many arrays of state and batch are sharded, and names the
 #   largest.
 # - *worth by prediction* says how much longer the step would take without a kind of

@@ -12,7 +12,7 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, PartitionSpec, get_mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from cfp.api import OPTIONS
 from cfp.api import plan as plan_anew
@@ -34,6 +34,7 @@ from cfp.printable import shown as brief_text
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.store import store_path
 from cfp.program.jaxprs import trace_context_key
+from cfp.program.memory import mesh_around
 from cfp.program.step import FlatStep, flatten_step
 from cfp.view.console import shown
 from cfp.view.words import PINNED_BY_FIRST
@@ -306,11 +307,12 @@ class ParallelStep:
     def _find(self, step: FlatStep, find: Callable[..., Plan], options: dict) -> Plan:
         """Plans a step; later ones keep the first's mesh, and shardings if possible.
 
-        Under ``jax.set_mesh`` of other devices, a later plan is a first one.
+        Under ``jax.set_mesh`` of other devices (or order), a later plan is a first one.
         """
         first, names = self.plans[0] if self.plans else None, step.arg_names
-        here = None if get_mesh().empty else {*get_mesh().devices.flat}
-        if not first or here not in (None, first.mesh and {*first.mesh.devices.flat}):
+        meshes = mesh_around(), first and first.mesh
+        here, before = ([*one.devices.flat] if one else [] for one in meshes)
+        if not first or (here and here != before):
             return find(mesh=self._mesh, **options)
         now = {*zip(names, map(type_text, step.avals), strict=True)}
         leaves = zip(first.arg_names, first.arg_types, first.arg_specs, strict=True)

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
-from jax.sharding import AxisType, Mesh, NamedSharding, get_mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.tree_util import (
     keystr,
     tree_flatten,
@@ -58,7 +58,7 @@ from cfp.program.jaxprs import (
     compiler_settings,
     unchecked,
 )
-from cfp.program.memory import in_memory, put
+from cfp.program.memory import in_memory, mesh_around, put
 from cfp.program.part import Signature, shardings, signature
 from cfp.program.read import Outline, other_program
 from cfp.program.replace import erase_unread
@@ -87,17 +87,13 @@ class Arguments:
         return in_memory([sharding], [self.memory[i]])[0]
 
 
-Axes = Sequence[tuple[str, int]]
+Axes = Sequence[tuple[str, int]]  # As of `Plan.mesh_axes`.
 
 
 def device_difference(
     axes: Axes, environment: Mapping[str, str], devices: Sequence[Any] | DescribedMesh
 ) -> str:
-    """Says how devices differ from a plan's in kind, TPU slice or number; else "".
-
-    Args:
-        axes, environment: fields of the plan (`Plan.mesh_axes`).
-    """
+    """Says how devices differ from a plan's in kind, TPU slice or number; else ""."""
     planned = {**environment, "devices": str(prod(size for _, size in axes))}
     here, names = _facts(devices), ("slice", "device_kind", "platform")
     if all(planned.get(n, here.get(n)) == here.get(n) for n in (*names, "devices")):
@@ -137,9 +133,13 @@ def check_devices(
     here = _facts(devices)["platform"]
     if differ:
         remedy = "Use the plan's devices (plan.arg_specs, cfp show --python need none)"
-        if {here, environment.get("platform", "cpu")} == {"cpu"}:
+        n = prod(size for _, size in axes)
+        if (
+            here == environment.get("platform", "cpu") == "cpu"
+            and jax.device_count() < n
+        ):
             remedy = "Set XLA_FLAGS=--xla_force_host_platform_device_count="
-            remedy += f"{prod(size for _, size in axes)} for as many virtual devices"
+            remedy += f"{n} for as many virtual devices"
         remedy += ", or plan for these"
     elif version != jax.__version__:
         differ = f"The plan is for JAX {version}, and this is JAX {jax.__version__}"
@@ -153,15 +153,15 @@ def check_devices(
 
 def mesh_here(axes: Axes, environment: Mapping[str, str], draws: bool = False) -> Mesh:
     """Makes a plan's mesh of `jax.set_mesh`'s, else the first devices, once checked."""
-    names = tuple(name for name, _ in axes)
-    shape = tuple(size for _, size in axes)
-    around = get_mesh()
-    devices = jax.devices()[: prod(shape)] if around.empty else [*around.devices.flat]
+    names, shape = tuple(name for name, _ in axes), tuple(size for _, size in axes)
+    around = mesh_around()
+    devices = [*around.devices.flat] if around else jax.devices()[: prod(shape)]
     check_devices(axes, environment, devices, draws)
     explicit = environment.get("explicit_axes", "").split(",")
-    kinds = tuple(
-        AxisType.Explicit if name in explicit else AxisType.Auto for name in names
-    )
+    own, auto = AxisType.Explicit, AxisType.Auto
+    kinds = tuple(own if name in explicit else auto for name in names)
+    if around:  # JAX requires the order of these devices, too.
+        return Mesh(around.devices.reshape(shape), names, kinds)
     return jax.make_mesh(shape, names, kinds, devices=devices)
 
 
@@ -291,11 +291,7 @@ class Executables:
     def key(
         self, text: bytes, mesh: Mesh, options: Mapping[str, str], step: FlatStep
     ) -> str:
-        """Returns a digest of everything that compiling a module depends on.
-
-        Args:
-            text: the module; see `Lowering.bare_text`.
-        """
+        """Returns a digest of all inputs of compiling `text`, `Lowering.bare_text`."""
         devices = [*mesh.devices.flat]
         # JAX's types differ where the module's are equal: random keys, weak types.
         leaves = [*step.avals, *step.traced.jaxpr.out_avals]
@@ -533,10 +529,7 @@ class LoweredStep:
 
     @unchecked()
     def compile(self, tell: Callable[[], None] = lambda: None) -> CompiledStep:
-        """Returns the compiled step; compiles it unless an executable is known.
-
-        Args:
-            tell: called before compiling; never if an executable is known.
+        """Returns the known executable; without one calls `tell`, and compiles.
 
         Raises:
             CfpError: XLA's program may compute wrong results; see `compile_right`.

@@ -59,14 +59,11 @@ class Apart:
         }
 
     def separate(self, leaves: list[jax.Array], unknown: Iterable[int]) -> list[int]:
-        """Replaces leaves by copies if they share donated memory with earlier leaves.
+        """Copies leaves that share donated memory with earlier ones; returns indices.
 
         Args:
             unknown: indices of leaves that may share memory with any leaf; no two of
                 the others do.
-
-        Returns:
-            Indices of the leaves that are copies now.
         """
         groups = {id(group): group for i in unknown if (group := self._group_of.get(i))}
         copied = []
@@ -252,9 +249,9 @@ class Dispatch:
             raise PlanMismatch(
                 f"Argument {names[i]!r} is a ShapeDtypeStruct. Call steps with arrays."
             )
+        found = abstract(leaf, names[i])  # First: a tracer has no `is_deleted`.
         if is_array and leaf.is_deleted():
             raise self._gone(i)
-        found = abstract(leaf, names[i])
         if (found.shape, found.dtype) != (aval.shape, aval.dtype):
             self._check(replace(self._step, avals=tuple(map(abstract, leaves, names))))
         if is_array and leaf.sharding == self._shardings[i]:

@@ -6,6 +6,7 @@ Functions read the memory and the sharding of arrays, and move arrays to others.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeGuard, TypeVar
 
@@ -122,6 +123,13 @@ def is_explicit(sharding: Any) -> TypeGuard[NamedSharding]:
 def auto_mesh(mesh: Mesh) -> Mesh:
     """Returns the mesh with all axis types Auto."""
     return Mesh(mesh.devices, mesh.axis_names)
+
+
+def mesh_around() -> Mesh | None:
+    """Returns the mesh of ``jax.set_mesh``; None without it, or while JAX traces."""
+    with suppress(ValueError):  # JAX refuses to name devices while it traces.
+        return None if (found := jax.sharding.get_mesh()).empty else found
+    return None
 
 
 def mesh_of_results(mesh: Mesh, explicit: Iterable[NamedSharding | None]) -> Mesh:

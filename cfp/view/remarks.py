@@ -152,7 +152,7 @@ def _left(has_kernel: bool) -> Callable[[Plan], Values]:
             if bool(one.kernel) == has_kernel:
                 by = f"by {one.kernel}: " if one.kernel else ""
                 at = f"{one.count} at {one.source}" if one.count > 1 else one.source
-                texts[one.kind] += [f"{by}{one.reason}" + f" ({at})" * bool(at)]
+                texts[one.kind] += [f"{by}{one.reason}" + f" ({at})" * bool(one.source)]
         said = "not" if has_kernel else "as written:"
         return "; ".join(f"{kind} {said} {few(of, '; ')}" for kind, of in texts.items())
 

@@ -769,6 +769,10 @@ def test_a_planned_step_is_not_traced_again(quick):
         jax.jit(made.apply(scaled))(X)
     with pytest.raises(cfp.StepNotTraceable, match="Plan the outer function"):
         jax.grad(lambda x: cfp.parallelize(scaled)(x).sum())(X)
+    run = made.apply(scaled)
+    run(X)  # Compiled: the tracer arrives at its dispatch.
+    with pytest.raises(cfp.StepNotTraceable, match="Plan the outer function"):
+        jax.grad(lambda x: run(x).sum())(X)
 
 
 @pytest.mark.smoke

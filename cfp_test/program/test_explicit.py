@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cfp
@@ -131,6 +131,36 @@ def test_plans_use_the_devices_of_set_mesh(tmp_path):
         assert loaded(x).sharding.device_set == {*HALVES[1]}
         with pytest.warns(UserWarning, match="planned again"):
             assert anew(x).sharding.device_set == {*HALVES[1]}
+
+
+def test_plans_use_the_order_of_set_mesh(tmp_path):
+    """JAX refuses devices of another order; a mesh of other devices is named."""
+    first = jax.make_mesh((2,), ("x",), devices=HALVES[0])
+    back = Mesh(np.array(HALVES[0][::-1]), ("x",))
+    how = {"preset": "data_parallel", "cache_dir": tmp_path, "quiet": True}
+    x = np.ones((4, 8), np.float32)
+    cfp.plan(jnp.tanh, x, mesh=first, **how).save(tmp_path / "plan.json")
+    loaded = cfp.parallelize(jnp.tanh, plan=tmp_path / "plan.json", quiet=True)
+    anew = cfp.parallelize(jnp.tanh, **how)
+    with jax.set_mesh(first):
+        anew(x)
+    with jax.set_mesh(back):
+        assert [*loaded(x).sharding.mesh.devices] == [*back.devices]
+        with pytest.warns(UserWarning, match="planned again"):
+            assert [*anew(x).sharding.mesh.devices] == [*back.devices]
+    four, said = jax.make_mesh((4,), ("x",)), r"these are 4 .* Use the plan's devices"
+    with jax.set_mesh(four), pytest.raises(cfp.PlanMismatch, match=said):
+        cfp.Plan.load(tmp_path / "plan.json").apply(jnp.tanh)(x)
+
+
+def test_a_loaded_plan_is_used_while_jax_traces(tmp_path):
+    """JAX then refuses to name the devices of `jax.set_mesh`."""
+    x = np.ones((4, 8), np.float32)
+    how = {"preset": "data_parallel", "cache_dir": tmp_path}
+    cfp.plan(jnp.tanh, x, **how).save(tmp_path / "plan.json")
+    loaded = cfp.Plan.load(tmp_path / "plan.json")
+    shape = jax.eval_shape(lambda: loaded.init(lambda: jnp.ones((4, 8))))
+    assert shape.shape == (4, 8)
 
 
 @pytest.mark.parametrize("preset", ["fully_sharded", None])

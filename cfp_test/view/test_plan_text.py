@@ -23,6 +23,7 @@ from cfp.plan.parts import (
     UNPLANNED,
     VARIANTS_SECONDS,
     Figures,
+    LeftFigures,
     Role,
     VariantFigures,
     WorthFigures,
@@ -392,6 +393,11 @@ def test_plans_say_what_they_do_not_shard_or_keep(planned, golden, tmp_path):
         assert ("Kernels that are sharded" in said) == (
             name == "a kernel that is sharded"
         )
+
+
+def test_parts_without_a_line_of_the_users_name_no_place():
+    left = LeftFigures(kind="attention", source="", reason="why", count=2)
+    assert "attention as written: why" in [*remarks(among(left=(left,)))]
 
 
 def test_what_is_run_in_full_has_its_share_of_the_bytes():

@@ -1,8 +1,8 @@
 """The analyze pass: finds blocks, state and segments of a program on a mesh.
 
-A block is a contraction with the ops that are sharded like it; a segment is a run of
-blocks, which may repeat. The module also finds values that pass between segments (a
-residual stream, a tied embedding, skips of a U-net), resolves pins, finds state that
+A block is usually a contraction with the ops that are sharded like it; a segment is a
+run of blocks, which may repeat. The module also finds values that pass between segments
+(a residual stream, a tied embedding, skips of a U-net), resolves pins, finds state that
 may stay in host memory, and counts a step's FLOPs and samples.
 """
 
@@ -472,8 +472,8 @@ def _looked_up(
 ) -> Iterator[int]:
     """Yields the number of table rows that each counted lookup takes in one step.
 
-    Counted are lookups of whole rows of `tables`, by integers made from `rows` of two
-    dims or more; none in loops of unknown length. Both are value ids of arguments.
+    Counted are lookups of whole rows of `tables`, by integers made from integer `rows`
+    of two dims or more; none in loops of unknown length. Both are ids of arguments.
     """
     values, flow = program.values, Flow(program)
 

@@ -357,7 +357,7 @@ class Block:
         members: its contractions, gathers, scatters, anchor first; else the largest op.
         ops: ids of all ops, contractions included, in program order.
         name: place in the user's model; see :mod:`cfp.analysis.flow`.
-        weight: index of the anchor's only operand from a parameter; -1 for none or two.
+        weight: index of the anchor's only operand from a parameter, or -1.
     """
 
     index: int
@@ -375,7 +375,7 @@ class Block:
 def find_blocks(
     flow: Flow, numbers: Numbers, update_ops: Set[int], parameters: Set[int]
 ) -> tuple[Block, ...]:
-    """Groups ops into ParallelBlocks; constants and loops get none, small parts may.
+    """Groups ops into ParallelBlocks, except constants, loops and some small parts.
 
     Args:
         update_ops: ids of ops that only update state; they get no block.

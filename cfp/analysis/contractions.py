@@ -32,7 +32,7 @@ Permutation = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A contraction, gather or scatter of a block; or its largest op, if it has none.
+    """A block's contraction, gather or scatter; in a block without any, the largest op.
 
     Attributes:
         op: the op's id.
@@ -284,7 +284,7 @@ def _in_order(found: dict[int, int], mine: list[int], theirs: list[int]) -> list
 def _align(
     found: dict[int, int], rule: Rule, mine: list[int], base: Rule, theirs: list[int]
 ) -> bool:
-    """Adds pairs to `found`; False, perhaps after some, if lengths or pairs clash."""
+    """Adds pairs to `found`, maybe not all; False if lengths, sizes or pairs clash."""
     if len(mine) != len(theirs):
         return False
     for factor, other in zip(mine, theirs, strict=True):
@@ -341,8 +341,7 @@ def form_of(
 class DimClasses:
     """Classes of dims that some ops shard together, for one axis size.
 
-    A dim is a pair (value id, dim number). `canonical` maps values that are one tensor,
-    carried by a loop, to one of them.
+    A dim is a pair (value id, dim number). `canonical` is `Flow.canonical`.
     """
 
     def __init__(
@@ -419,7 +418,7 @@ class Numbers:
     """Numbers of values: equal ones mean equal tensors, up to dtype and unit dims.
 
     There are two exceptions. Slices of one stack in two loops may have one number at
-    unlike indices. A branch's result has the number of all its non-constant cases.
+    unlike indices. A branch's result has the number its non-constant cases share.
 
     Attributes:
         of: a number for each value id.

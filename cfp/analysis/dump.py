@@ -76,10 +76,10 @@ def write_files(folder: Path, texts: dict[str, str]) -> list[Path]:
 
 
 def block_lines(frame: Frame, block: Block) -> Iterator[str]:
-    """Yields the lines of a block: contractions with their plans, then other ops.
+    """Yields the lines of a block: members with their plans, then other ops.
 
-    The i-th number of a plan is the number of the contraction's strategy, in the order
-    of the strategy map, under the block's i-th strategy.
+    The i-th number of a plan is the number of the member's strategy, in the order of
+    the strategy map, under the block's i-th strategy.
     """
     program = frame.program
     yield f"Parallel Block {block.index}:"
@@ -142,7 +142,7 @@ def opaque_lines(program: Program) -> Iterator[str]:
 
 
 def strategy_map(frame: Frame, block: Block) -> Iterator[str]:
-    """Yields the lines of each contraction of a block, followed by its strategies."""
+    """Yields the line of each member of a block, followed by its strategies."""
     program = frame.program
     for member in block.members:
         op = program.ops[member.op]
@@ -153,9 +153,9 @@ def strategy_map(frame: Frame, block: Block) -> Iterator[str]:
 
 
 def op_strategies(frame: Frame, block: Block, member: Member) -> list[Strategy]:
-    """Returns a contraction's strategies in terms of its own factors.
+    """Returns a member's strategies in terms of its own factors.
 
-    A derived contraction (of a gradient) has no exit: users of its partial sums decide.
+    A derived member (of a gradient) has no exit: users of its partial sums decide.
     """
     if not member.derived:
         return block_strategies(frame.program, block, frame.mesh)

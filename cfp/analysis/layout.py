@@ -171,8 +171,8 @@ class Layout:
         """Returns the spec in which an op reads an operand; None if any will do.
 
         `index` is a place in `Op.reads`. A loop or branch reads values in the sharding
-        of their results; any will do for a barrier, and for a branch's operands. Other
-        ops that are not laid out read values replicated, or as sharded by hand.
+        of its results; any will do for barriers, constants and a branch's operands.
+        Other ops that are not laid out read values replicated, or as sharded by hand.
         """
         op = self.frame.program.ops[op_id]
         if op.has_regions:

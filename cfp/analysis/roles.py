@@ -512,7 +512,7 @@ def data_arguments(frame: Frame) -> dict[int, int]:
     - An argument with state that the step changes is no data. Without such, of several
       arguments the one with the most leaves (two or more) holds the weights.
     - Other arguments are data if their leaves agree in their first dim, or if some are
-      integers or booleans (a graph's nodes and edges, tokens, masks).
+      int32, int64 or bool (a graph's nodes and edges, tokens, masks).
     - An argument returned unchanged is data if its leaves agree in their first dim,
       also with other data, if any.
     - If nothing is data, but other arguments exist, state is data whose leaves agree in
@@ -617,7 +617,7 @@ def is_key(value: Value) -> bool:
 def made_of_parameters(frame: Frame) -> list[bool]:
     """Returns by value id True if made of arguments other than data and keys.
 
-    Constants and scalars of any origin may be mixed in. False for results of regions.
+    Constants and any scalars may be mixed in. False for results of loops and branches.
     """
     program = frame.program
     is_number = [not value.shape for value in program.values]

@@ -333,7 +333,7 @@ class _Finder:
 def find_reads(
     flow: Flow, value: int, inside: Set[int] = frozenset()
 ) -> tuple[tuple[int, ...], frozenset[int]]:
-    """Returns ids of views of `value`, none `inside`, and dims that loops slice."""
+    """Returns `StorageGroup.reads` of `value`, none `inside`, and dims loops slice."""
     program = flow.program
     found, whole = set[int](), set[int]()
     # In a lower precision, shards are rounded before they are gathered.

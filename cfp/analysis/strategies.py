@@ -1,6 +1,6 @@
 """Strategies: for each mesh axis, the factor along which a block is sharded, if any.
 
-A block is a contraction, its anchor, with the ops that are sharded like it. A strategy
+A block is its anchor, usually a contraction, with ops sharded like it. A strategy
 gives each mesh axis at most one *inner* factor of the anchor, along which the block's
 contractions are split. A contracted factor may have an *exit*: the factor of the result
 that the reduction scatters to (none: an all-reduce). A lookup in a table split by

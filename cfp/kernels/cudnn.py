@@ -44,7 +44,7 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
     if problem.head_dim % HEAD_DIM_STEP or problem.head_dim > widest:
         return (
             f"its head dim must be a multiple of {HEAD_DIM_STEP} up to {widest} on "
-            f"this device, not {problem.head_dim}"
+            f"these devices, not {problem.head_dim}"
         )
     if problem.softcap is not None:
         return "it computes no soft cap"
@@ -59,7 +59,7 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
         )
     is_odd = problem.queries % 2 or problem.keys % 2
     if is_odd and (problem.bias or problem.hides_keys):
-        return "with a bias or mask it needs even numbers of queries and of keys"
+        return "a bias, a mask or key lengths need even numbers of queries and keys"
     return None
 
 
@@ -127,7 +127,7 @@ def _find(name: str, q: Array, k: Array, v: Array, scores: Scores, mask: Mask) -
             return equation
     raise CfpError(
         f"Sharded keys cannot use cuDNN with jax {jax.__version__}: the primitive "
-        f'{name} of jax 0.10.2 to 0.12 is missing. Use implementation="chunked".'
+        f'{name} of jax 0.10.2 to 0.12 is missing. Use "chunked" instead.'
     )
 
 

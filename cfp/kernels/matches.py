@@ -246,7 +246,7 @@ def propose(
             elif letter.startswith("b"):
                 roles.append((axis, "batch"))
             else:
-                return f"axis {axis} shards a dim other than batch, heads or queries"
+                return f"axis {axis} shards neither batch, key heads nor queries"
     if ring and spread not in [role for _, role in roles]:
         return f"no axis shards queries for a {spread}"
     return AttentionProposal(match, Way(implementation, tuple(roles)))

@@ -438,7 +438,7 @@ class AttentionStrategy:
             return None
         for unable, what in (
             ((problem.left, problem.right) != (None, None), "a window"),
-            (problem.segments, "packed segments"),
+            (problem.segments, "segments or key lengths"),
             (problem.padded_keys, "padded keys"),
         ):
             if unable:

@@ -287,7 +287,7 @@ LARGEST, SUM = "stablehlo.maximum(%0,%1; )", "stablehlo.add(%0,%1; )"
 _LEAST = float("-inf")
 _MOST_OPS = 400
 _ENDS = frozenset({"dot_general", "reduce", "exponential"})
-_CAPPED = "scores are capped by tanh, which cuDNN's kernel does not do"
+_CAPPED = "scores or weights go through tanh, such as a soft cap"
 _READS = "reads the scores or the weights"
 _RANDOM = frozenset({"bitcast_convert", "rng", "rng_bit_generator"})
 

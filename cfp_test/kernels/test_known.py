@@ -13,7 +13,7 @@ from cfp_test.support.checking import make_mesh
 # Why an attention stays as it is written; the others cuDNN's kernel computes on a GPU,
 # and XLA's or chunks here.
 LEFT = {
-    "Gemma": "scores are capped by tanh, which cuDNN's kernel does not do",
+    "Gemma": "scores or weights go through tanh, such as a soft cap",
     "T5": "reads the scores or the weights",
     "differential": "reads the scores or the weights",
     "BERT, added": "a bias that the step computes may hide all keys of a query",

@@ -74,7 +74,7 @@ class SegmentChoice:
 
 
 def segment_candidate(analysis: Analysis, index: int, choice: Choice) -> SegmentChoice:
-    """A segment's part of `choice`: its commonest storage mode, or USED without any."""
+    """A segment's part of `choice`, with its groups' commonest storage, else USED."""
     segment = analysis.segments[index]
     modes = [choice.storage[g] for g in segment.groups]
     storage = max(dict.fromkeys(modes), key=modes.count) if modes else Storage.USED
@@ -115,7 +115,7 @@ class SegmentBytes:
     """Memory that a segment keeps on each device, without temporaries.
 
     Attributes:
-        state_bytes: state on the device, results for opened loops, and `new_bytes`.
+        state_bytes: state on the device, results of opened loops, and `new_bytes`.
         new_bytes: results that renew or repeat state in memory of their own.
         residual_bytes: other values kept from forward for the backward pass.
     """
@@ -133,11 +133,11 @@ class Costs:
     Args:
         may_rematerialize: True if segments may rematerialize their forward pass.
         measured: True if segments' times are measured: they include reductions of
-            results. Otherwise resharding to a later segment includes some of these.
+            results. Otherwise resharding between segments includes some of these.
 
     Attributes:
         fixed_bytes: non-state arguments, and non-state results with own memory.
-        fixed_ms: ms of `shard_map` regions without collectives; 0 if `measured`.
+        fixed_ms: ms of `shard_map` regions less collectives; 0 if `measured`.
     """
 
     def __init__(

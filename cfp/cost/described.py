@@ -618,7 +618,7 @@ def description_of(mesh: Mesh, rates: Rates) -> str:
 
 
 def _memory_bytes(mesh: Mesh) -> float:
-    """All bytes of a device; for virtual CPU devices an equal part of the host's."""
+    """All bytes of a device; without JAX's limit, as on CPUs, a part of the host's."""
     stats = mesh.local_devices[0].memory_stats() or {}
     if "bytes_limit" in stats:
         fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))

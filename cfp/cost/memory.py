@@ -69,7 +69,7 @@ def residuals(frame: Frame, ops: tuple[int, ...], remat: bool = False) -> Set[in
 
     Args:
         remat: True keeps only own results that other ops read. Of these, a value that
-            a few cheap ops make from the others, or from arguments, is not kept.
+            a few cheap ops make from others or arguments stays only for opened loops.
     """
     program, turn = frame.program, turning_point(frame)
     mine = {op for op in ops if op < turn and op not in program.leaf_ops}
@@ -357,7 +357,7 @@ def _is_view(program: Program, op: Op) -> bool:
 
 @searched_once
 def summed_in_two_orders(program: Program) -> frozenset[int]:
-    """Ids of values in memory since two dim orders meet there, before some reduce."""
+    """Ids of values in memory because two dim orders meet there before a reduce."""
     orders: dict[int, frozenset[Order]] = {}
     found = set()
     for op in program.ops:
@@ -437,7 +437,7 @@ Reads = dict[int, float]
 def moved_bytes(program: Program) -> Mapping[int, float]:
     """Unsharded bytes that each kernel moves in one run, by its last op's id.
 
-    Products are kernels. A row sum inside another kernel has 0.0. Bit shifts add bytes.
+    Products are kernels. A row reduction in another kernel has 0.0. Shifts add bytes.
     """
     kernels = _find_kernels(program)
     within = _sums_within_others(program, kernels)

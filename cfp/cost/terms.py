@@ -1,4 +1,4 @@
-"""Cost terms of a block (a contraction and the ops around it) under a strategy.
+"""Cost terms of a block (an anchor and the ops around it) under a strategy.
 
 A value carried by a loop is one tensor seen at several points. All points share one
 number (:attr:`cfp.analysis.flow.Flow.canonical`). So resharding between iterations, or
@@ -266,7 +266,7 @@ class Terms:
     def state_ms(
         self, groups: Sequence[int], terms: BlockTerms, mode: Storage
     ) -> tuple[float, float]:
-        """Ms per step of storage groups: (updates, resharding of parameters, state)."""
+        """Ms per step of groups: (updates, resharding of parameters and state)."""
         found = [self._group_ms(i, self.wanted(i, terms), mode) for i in groups]
         return sum(memory for memory, _ in found), sum(moves for _, moves in found)
 

@@ -142,7 +142,7 @@ class Rates:
         logarithm of the size. Below the smallest, the time is constant (latency); above
         the largest, it grows in proportion. If a group was not measured as a whole (two
         axes of three), times of single axes are added, of all-gathers and
-        reduce-scatters at shrinking sizes. A group of one takes none.
+        reduce-scatters at shrinking sizes. A group of one takes no time.
 
         Args:
           kind: HLO's name: "all-reduce", "all-gather", ...
@@ -296,7 +296,7 @@ class RateProbe:
 
     Attributes:
       parts: (name, value) pairs of the operation, from which its record's key is made.
-      kind: type of each input, and of its result.
+      kind: type of each input, and of the result.
       function: the whole program, on each device's shard of the first input.
       count: number of repetitions.
       work: of one operation, bytes of a group's tensor, or one device's bytes or FLOPs.
@@ -323,7 +323,7 @@ class RateProbe:
     def feedback(self) -> tuple[tuple[int, int], ...]:
         """(input, output) positions: the result is the last input of the next run.
 
-        So no timed run allocates memory, which takes a CPU longer than a collective.
+        So no timed run allocates a result, which takes a CPU longer than a collective.
         """
         return ((len(self.inputs) - 1, 0),)
 
@@ -531,8 +531,8 @@ def measure_rates(
 ) -> Rates:
     """Measures rates of a mesh: collectives over each axis and all, and compute.
 
-    Takes a few seconds; no time if the store has all records. A curve or rate is that
-    of `Rates.default` if every probe of it failed.
+    Takes a few seconds, unless the store has all records. A curve or rate is that of
+    `Rates.default` if every probe of it failed.
 
     Raises:
       CfpError: all probes failed.

@@ -109,7 +109,7 @@ class Coordination:
             failure: reason of the failure in this process; "" if the run succeeded.
 
         Raises:
-            ProcessError: the run failed in some processes only, or one does not answer.
+            ProcessError: the run failed in some processes only; or see `answers`.
         """
         found = [failure, *self.answers(said, failure)]
         failed = [str(n) for n, text in enumerate(found) if text]
@@ -163,7 +163,7 @@ class Coordination:
             memory_bytes: memory of this process's device; 0 if unknown.
 
         Raises:
-            ProcessError: a fact differs.
+            ProcessError: a fact differs, or a process failed or does not answer.
         """
         found = self.gather((facts, socket.gethostname(), memory_bytes))
         every, hosts, sizes = zip(*found, strict=True)

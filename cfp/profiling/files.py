@@ -1,7 +1,7 @@
 """Files and folders that only their owner may read or write, and locks on files.
 
 The cache has a user's file names and programs, and its measurements decide compiler
-options. So other users of the machine can neither read nor write it.
+options. So other users can neither read nor write its new files and folders.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class InputKind:
       dtype: name of its type in numpy and JAX.
       signed: True for floats of both signs, False for floats above zero.
       count: for integers that select rows, the number of rows; otherwise 0.
-      given: bytes of the value, if the user gave one; otherwise empty.
+      given: bytes of the value, if `Program.given` has them; else empty.
       key: implementation of random keys, whose data has this shape and dtype; else "".
       memory: memory kind of the host; "" on the device.
     """
@@ -168,9 +168,9 @@ def make_inputs(
     """Makes one array for each kind.
 
     Floats lie between -0.02 and 0.02, so that results of many layers stay finite. For
-    logarithms, roots and divisors they are positive. Scalar integers are 1. Integers
-    that select rows range over all rows; others are 0 to 127, or less for narrow types.
-    Booleans are mixed; scalars are True. Given values take precedence.
+    logarithms, powers, roots and divisors they are positive. Scalar integers are 1.
+    Integers that select rows range over all rows; others are 0 to 127, or less for
+    narrow types. Booleans are mixed; scalars are True. Given values take precedence.
 
     Args:
       kinds: kinds of the arrays; equal ones share an array.

@@ -410,8 +410,8 @@ def check_devices(mesh: Mesh, crash: ProfileRecord) -> None:
     except jax.errors.JaxRuntimeError as error:
         raise CfpError(
             f"The devices stopped working ({reason_of(error)}) after a program crashed "
-            f"({crash.reason}). Start again: measurements are kept, and the crashed "
-            "program is not tried again."
+            f"({crash.reason}). Start again: measurements are kept, and by default "
+            "the crashed program is not tried again."
         ) from error
 
 
@@ -434,8 +434,8 @@ class _Loop:
     """A program that runs repeatedly, with fed-back outputs as inputs.
 
     Attributes:
-      one_at_a_time: True on virtual devices, where overlapping runs compete for the
-        threads in which their collectives wait.
+      one_at_a_time: True on CPUs: overlapping runs would compete for the threads in
+        which their collectives wait.
       outputs: outputs of the last run: a tuple, or one array.
     """
 

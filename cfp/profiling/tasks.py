@@ -86,8 +86,8 @@ class Limits:
     """Time limits after which a build or run counts as hung; a parent may stop it.
 
     Attributes:
-      run_seconds: stop a run, with making its inputs, after SECONDS plus 20 times its
-        expected time.
+      run_seconds: stop a run, with making its inputs, after SECONDS plus 20 times one
+        execution's expected time.
       run_expected: factor of one execution's expected time; a run executes many.
       build_seconds: stop a compilation after SECONDS. Large programs take many minutes.
     """

@@ -188,7 +188,7 @@ def estimate_among(
 ) -> tuple[tuple[SegmentEstimate, ...], dict[str, Choice]]:
     """Estimates every kind, and selects presets, within the dimensions to search.
 
-    Without `SHARDING`, every block has the plainest preset's strategy (data parallel).
+    Without `SHARDING`, every block has the strategy of the `plainest` preset.
     Without `STORAGE`, parameters are stored as used. Returns the estimates by kind, and
     the presets of `leading_presets` by name.
     """

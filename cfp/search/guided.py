@@ -11,8 +11,8 @@ Otherwise rounds follow. Unmeasured candidates enter the search with expected co
 (`expect`), and the picked ones are measured. Rounds end when no candidate is expected
 to make the best plan faster by enough, at the deadline, or if the memory budget
 excludes no choice that is faster by enough. Estimates are inexact: `expect` corrects
-their times and memory by medians of the kind's measured candidates. On virtual and
-described devices, estimates alone decide (`estimate_options`).
+their times and memory by medians of the kind's measured candidates. On described
+and by default on virtual devices, estimates alone decide (`estimate_options`).
 
 With a deadline, the parts of one preset after another are measured, the fastest preset
 by estimate first. The deadline does not hold for kinds without a measured candidate.

@@ -321,7 +321,7 @@ class MeasurementRequest:
 
     @property
     def own_job(self) -> Job:
-        """The job with this candidate: alone in the first; with a base, the last."""
+        """The job of this candidate: the last if there is a base, else the first."""
         return self.jobs[-1 if self.base else 0]
 
     def has_failed(self, records: Mapping[str, ProfileRecord]) -> bool:

@@ -9,10 +9,10 @@ depend on its maker's *class*: the maker's options with equal resharding costs. 
 makers have a few classes. Nested skips, as in a U-net, are several open values at once.
 
 Two partial choices compare if all later costs are the same after both. A partial choice
-stays if no other is as good in cost, kept memory and peak (arXiv 2504.00598 compares
-the cost alone, and has no budget). A partial choice is dropped if a bound shows that
-it cannot end below a cost limit. The limit starts a little above the bound for the
-whole program, and rises until a choice ends below it. The bounds:
+stays if no other is as good in cost and, under a budget, kept memory and peak (arXiv
+2504.00598 has no budget). A partial choice is dropped if a bound shows that it cannot
+end below a cost limit. The limit starts a little above the bound for the whole
+program, and rises until a choice ends below it. The bounds:
 
 - The least cost of the segments after a pick is a shortest path, computed from last to
   first. Without a budget and without open values, this bound is exact.

@@ -5,7 +5,7 @@
 # loop on four devices, stops the run, continues it from a checkpoint, and continues it
 # on two devices. The model learns to write, character by character, from a story of
 # 4,000 characters.
-# The model is not written for cfp, and its code stays as it is.
+# The model is not written for cfp, and its code does not change.
 #
 # You need cfp with its extra `models` ([installation](install.md)). On a machine
 # without GPUs the tutorial runs on four virtual devices, in about a minute. Virtual
@@ -32,7 +32,7 @@ devices = jax.devices()[:4]
 # %% [markdown]
 # ## The model, on one device
 #
-# A small transformer in flax NNX: two blocks of causal attention and an MLP.
+# A small transformer in flax NNX: two blocks, each of causal attention and an MLP.
 
 # %%
 text = Path("mill.txt").read_text()
@@ -164,9 +164,9 @@ print(plan)
 #   has won a race that also times the presets (data parallel, ZeRO, fully sharded,
 #   tensor parallel and others) that may be fast enough.
 # - *segments* are the parts of the model: the two blocks are alike, and share one
-#   line. Each product is named by its weight, or else by its source line, with the dim
-#   that axis `x` splits: `rows` or `batch` (data parallelism), `columns`, or the
-#   `contracted` dim (after `columns`: tensor parallelism). Then follows how
+#   line. Each product or lookup is named by its weight, or else its source line, with
+#   the dim that axis `x` splits: `rows` or `batch` (data parallelism), `columns`, or
+#   the `contracted` dim (after `columns`: tensor parallelism). Then follows how
 #   parameters and optimizer state are stored, such as "as used", or sharded
 #   along their largest dims.
 # - *arguments* counts how many arrays of state and batch are sharded, and names the

@@ -116,8 +116,8 @@ class Coordination:
         if 0 < len(failed) < len(found):
             raise ProcessError(
                 f"A program failed in process {', '.join(failed)}, and ran in the "
-                f"others: {'; '.join(filter(None, found))}. End other programs on "
-                f"these processes' devices. {_AGAIN}"
+                f"others. Reason: {'; '.join(filter(None, found))}. End other programs "
+                f"on these processes' devices. {_AGAIN}"
             )
 
     def follow(
@@ -229,8 +229,8 @@ class Coordination:
                 )
                 raise ProcessError(
                     f"{why}Process {other} of {self.channel.count} does not answer "
-                    f"(waited {most:.0f} s): it has ended, or hangs. Read the output "
-                    f"of process {other}. {_AGAIN}"
+                    f"(waited {most:.0f} s): it has ended, hangs or is busy. Read the "
+                    f"output of process {other}. {_AGAIN}"
                 )
         return pickle.loads(base64.b64decode(text))
 

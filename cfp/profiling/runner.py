@@ -349,8 +349,7 @@ def execute(
     Returns the record of a failure if memory is short or the program crashes.
 
     Args:
-      feedback: (input position, output position): the donated input, and the output
-        that is the next execution's input.
+      feedback: (input position, output position) pairs, as in `Job`.
     """
     timing = timing or timing_on(mesh)
     if reason := shortage(built, mesh):

@@ -402,8 +402,8 @@ class InFlight:
                         self._set(one.key, moved)
                     if late:
                         _log.warning(
-                            "%s: %s for more than %.0f s; it may hang. If you end this "
-                            "process now, it is left out, unless several hang",
+                            "%s: %s for more than %.0f s; it may hang. If you kill "
+                            "this process now, it is left out, unless several hang",
                             one.label,
                             _WORDS[one.doing],
                             one.limit_seconds,

@@ -73,7 +73,7 @@ def _constrain(
     """Makes the constraints of a part of a program, reduced to a level.
 
     `remat` and `kernels` name segments by index. One device has no sharding constraint.
-    A kernel's uses of its operands have none: keys of ring attention stay sharded.
+    At `EVERYTHING`, a kernel's reads have none: keys of ring attention stay sharded.
     """
     frame, program = layout.frame, layout.frame.program
     segments = analysis.segments

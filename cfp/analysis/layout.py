@@ -42,7 +42,7 @@ class Choice:
     Attributes:
         remat: indices of segments whose forward pass is computed again in the backward
             pass: only their inputs are kept.
-        kernels: (segment index, its (kind, kernel) pairs); no entry without kernels.
+        kernels: (segment index, its `SegmentKernels`); no entry without kernels.
     """
 
     blocks: tuple[Strategy, ...]
@@ -52,7 +52,7 @@ class Choice:
 
     @property
     def all_kernels(self) -> set[tuple[str, str]]:
-        """The (kind, kernel) pairs of all segments."""
+        """The (kind of kernels, kernel) pairs of all segments."""
         return {pair for _, kernels in self.kernels for pair in kernels}
 
     def kernels_of(self, segment: int) -> SegmentKernels:
@@ -152,8 +152,8 @@ class Layout:
     def spec(self, value: int) -> Spec | None:
         """Returns the sharding in which a value is made; None for a constant.
 
-        Arguments that are not stored are made as first read. Other values that are not
-        laid out are replicated, or sharded by hand.
+        Arguments neither stored nor pinned are made as first read. Other values that
+        are not laid out are replicated, or sharded by hand.
         """
         if (known := self.value_spec.get(value)) is not None:
             return known

@@ -442,7 +442,7 @@ class _Walk:
         return next(firm, NONE) if any(gives_way) else NONE
 
     def _makers(self, value: int) -> set[int]:
-        """Returns op ids of a value's nearest upstream anchors; enters no region."""
+        """Op ids of a value's nearest upstream anchors; enters no loop or branch."""
 
         def before(v: int) -> Iterable[int]:
             made = self.program.maker(v)

@@ -112,7 +112,7 @@ class _Finder:
         self.leads_before, _ = first_downstream(flow, targets, outputs | ends - carried)
 
     def _is_handed_on(self, output: int) -> bool:
-        """True for new state that reaches a product and is made without a gradient."""
+        """True if new state, made without a gradient, reaches a product or lookup."""
         program = self.program
         new = (v for op in self.flow.makers(output) for v in op.results)
         is_read = any(
@@ -138,7 +138,7 @@ class _Finder:
         return self.program.shape(self.program.args[position])
 
     def _leads_on(self, user: Op, index: int) -> bool:
-        """True if the operand of `user` at `index` reaches a product through `user`."""
+        """True if operand `index` of `user` leads to a product or lookup by `user`."""
         if not passes(user):
             return self.leads[user.id] != NEVER
         inside = self.flow.becomes(user.id, index) if index < len(user.operands) else ()
@@ -184,8 +184,8 @@ class _Finder:
     def _updates(self, op: Op, shape: tuple[int, ...]) -> bool:
         """True if an op may be part of an update: elementwise on tensors of `shape`.
 
-        Its result reaches no product. Dims of size 1 do not count. Casts, transposes,
-        and a loop's writes of slices into its stack count as elementwise.
+        It leads to no product or lookup. Dims of size 1 do not count. Casts, views,
+        broadcasts, a loop's writes of slices into its stack count as elementwise.
         """
         program = self.program
         if op.rule is None or op.rule.reduction or len(op.results) != 1:
@@ -206,7 +206,7 @@ class _Finder:
         )
 
     def _leads(self, op: Op) -> bool:
-        """True if an op is a product, or reaches one other than through new state."""
+        """True if an op is a product or lookup, or reaches one not by new state."""
         leads = self.leads if op.parent >= 0 else self.leads_before
         return leads[op.id] != NEVER
 
@@ -366,7 +366,7 @@ def _carried_dims(op: Op, dims: tuple[int | None, ...]) -> tuple[int | None, ...
 
 
 def is_gradient(program: Program, value: int, ends: Set[int] = frozenset()) -> bool:
-    """True if a walk upstream from a value meets an op of a backward pass.
+    """True if a walk upstream meets an op of a backward pass, by its scope.
 
     Contractions, gathers, scatters, and values of `ends` (not `value`) end the walk.
     """

@@ -294,7 +294,7 @@ class AttentionProposal:
             return reason
         held = _held(self.site.passes)
         is_first = common([held["q"], held["k"]]) == "float32"
-        wide = "q, k and v" if is_first else "v and the weights"
+        wide = "q, k and v" if is_first else "v and the attention weights"
         least = next((x for x in held.values() if x != "float32"), "bfloat16")
         narrow = replace(self.site.problem, dtype=least)
         can = refusal_of(narrow, self.way, sizes, platform) is None

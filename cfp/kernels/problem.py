@@ -168,8 +168,8 @@ class AttentionProblem:
       causal: True hides keys after the query.
       left: number of visible positions before the query; None has no bound.
       right: number of visible positions after the query; None has no bound.
-      segments: True if tokens have segment ids or keys have lengths.
-      hides_keys: True if `segments` hides keys from all queries of a sequence alike.
+      segments: True if tokens have segment ids, or `hides_keys`.
+      hides_keys: True if keys are hidden from all queries of a sequence alike.
       bias: True if there is a bias, or a mask [query, key].
       rounds_bias: True if there is a bias of another dtype than `dtype`.
       rounds_output: True if the step keeps the output in a wider dtype.

@@ -376,7 +376,7 @@ class Region:
         for op, _, w in (*values.readers(stack), *values.readers(made)):
             is_slice = op.kind == "dynamic_slice" and values.same(op.results[0]) == v
             if not is_slice and (w != made or op is not loop):
-                raise Different(f"{op.kind} at {where(op)} reads stacked scores")
+                raise Different(f"{op.kind} at {where(op)} {_READS}, stacked")
         self.stacks |= {stack, made, update.operands[0]}
 
     # -- a closed list of ops ----------------------------------------------------------

@@ -177,8 +177,8 @@ def added(q, k, v):
 @pytest.mark.parametrize(
     "mix, wide, product",
     [
-        (wide_weights, "v and the weights to bfloat16", second_product),
-        (wide_scores, "v and the weights to bfloat16", second_product),
+        (wide_weights, "v and the attention weights to bfloat16", second_product),
+        (wide_scores, "v and the attention weights to bfloat16", second_product),
         (wide_output, "the output to bfloat16", second_product),
         (wide_queries, "q, k and v to bfloat16", first_product),
         (widened_queries, "", first_product),

@@ -15,7 +15,7 @@ def create(environment: Path, python: str) -> str:
     """Makes an environment; returns its interpreter."""
     run(
         [python, "-m", "venv", environment],
-        attempt="name another interpreter with --python",
+        attempt="install python3-venv, or run build.py by another Python",
     )
     return str(environment / "bin" / "python")
 

@@ -139,7 +139,7 @@ class ParallelStep:
     JAX, plans again and warns. With a saved plan it raises `PlanMismatch` if the step
     differs. Later plans keep the first's shardings of unchanged arguments if these fit
     in memory, except with ``preset=``, several processes of JAX, or ``jax.set_mesh`` of
-    other devices.
+    other devices, or of the same in another order.
 
     Attributes:
         plans: all plans, in the order in which they were made.
@@ -305,10 +305,7 @@ class ParallelStep:
             return _Planned(now, found, found.compile_bound(tell))
 
     def _find(self, step: FlatStep, find: Callable[..., Plan], options: dict) -> Plan:
-        """Plans a step; later ones keep the first's mesh, and shardings if possible.
-
-        Under ``jax.set_mesh`` of other devices (or order), a later plan is a first one.
-        """
+        """Plans a step; later ones keep the first's mesh and shardings if they can."""
         first, names = self.plans[0] if self.plans else None, step.arg_names
         meshes = mesh_around(), first and first.mesh
         here, before = ([*one.devices.flat] if one else [] for one in meshes)

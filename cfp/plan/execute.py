@@ -101,9 +101,10 @@ def device_difference(
     there = next((environment[name] for name in names if name in environment), "any")
     text = f" ({environment['described']})" if "described" in environment else ""
     found = here.get("slice") or here["device_kind"]
+    devices = "device" if planned["devices"] == "1" else "devices"
     return (
-        f"The plan is for {planned['devices']} devices of {there}{text}, and these are "
-        f"{here['devices']} of {found}"
+        f"The plan is for {planned['devices']} {devices} of {there}{text}, and these "
+        f"are {here['devices']} of {found}"
     )
 
 
@@ -529,7 +530,7 @@ class LoweredStep:
 
     @unchecked()
     def compile(self, tell: Callable[[], None] = lambda: None) -> CompiledStep:
-        """Returns the known executable; without one calls `tell`, and compiles.
+        """Returns the compiled step; without an executable calls `tell`, and compiles.
 
         Raises:
             CfpError: XLA's program may compute wrong results; see `compile_right`.

@@ -14,7 +14,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from build_jaxlib import build, fetch, source
+from build_jaxlib import build, fetch, source, verify
 from build_jaxlib.licences import licence_of, write_licences
 from build_jaxlib.platforms import ACCELERATORS, ARCHITECTURES, platform_of
 from build_jaxlib.resolve import locked, names, pins_but_for
@@ -223,6 +223,11 @@ def test_a_wheelhouse_that_was_changed_is_not_installed(carried, tmp_path):
     assert done.returncode != 0
     assert f"wheels/{made.name}: FAILED" in done.stdout
     assert not (tmp_path / "venv").exists()
+
+
+def test_a_python_without_venv_has_a_remedy(tmp_path):
+    with pytest.raises(CfpError, match=r"install python3-venv, or run build\.py by"):
+        verify.create(tmp_path / "venv", "false")
 
 
 def test_a_wheelhouse_for_another_python_is_not_installed(carried, tmp_path):

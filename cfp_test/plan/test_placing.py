@@ -190,6 +190,8 @@ def test_too_few_virtual_devices_say_how_to_have_more():
         mesh_here((("x", 4096),), {"platform": "cpu"})
     with pytest.raises(cfp.PlanMismatch) as caught:
         mesh_here((("x", 2),), {"platform": "cuda"})
+    with pytest.raises(cfp.PlanMismatch, match="is for 1 device of cuda, and"):
+        mesh_here((), {"platform": "cuda"})
     assert "XLA_FLAGS" not in str(caught.value) and "plan.on(mesh, " in str(
         caught.value
     )

@@ -41,10 +41,10 @@ _OPTIONS = {"time_budget": "seconds"}
 class PlannerSettings:
     """Settings of measuring, search and race. A segment is a repeated run of blocks.
 
-    The first sentence of each attribute is also the help of the command line's option.
+    An attribute's first sentence is also the help of its option, except of --no-race.
 
     Attributes:
-        per_kind: most strategies to measure per kind of segment, and most of them with
+        per_kind: most strategies to measure per kind of segment, and as many again with
             rematerialization. Presets may exceed it; kernel variants do not count.
         others: strategies of each kind of segment to measure beside those of the
             presets. The best by estimate are measured. If memory excludes the fastest,
@@ -62,7 +62,7 @@ class PlannerSettings:
             compiler-options, microbatches and host-memory; by default all. Without
             them: one mesh axis, data parallel, parameters as used, the step as written,
             no options, state on the devices.
-        race: time the best plan and the presets on the whole program. Without a race
+        race: time the best candidates by prediction as whole programs. Without a race
             the best prediction wins; with a memory budget, the best that compiles to
             fit. On virtual CPU devices candidates race only with ``measure=True``.
         precision: compute large 16-bit products of parameters in fewer bits, which
@@ -189,8 +189,8 @@ class DetailedSettings(PlannerSettings):
     Attributes:
         in_context: True measures segments beside a neighbour, too: better predictions
             from up to twice as many programs.
-        constraint_levels: levels of the presets in the race: all at the first, the
-            fastest at each. By default all; one on one device or virtual CPU devices.
+        constraint_levels: levels of the presets in the race: all at the first, a
+            leading one at each. By default all; one on one device or virtual devices.
         reach: limit of predicted time for candidates, as a multiple of the fastest that
             fits. By default 1.1; 1.25 with activations constrained, 1.2 with arguments
             constrained; 2 on virtual CPU devices.
@@ -278,7 +278,7 @@ class PlanContext:
 
     @property
     def races(self) -> bool:
-        """True if the best candidates are timed, and the fastest is the plan."""
+        """True if a race of the best candidates decides the plan."""
         return self._may_run and not self.defaults.estimates
 
     @property

@@ -73,7 +73,7 @@ class Membership:
         process_id: int | None,
         environment: Mapping[str, str],
     ) -> Membership | None:
-        """Reads each value from its argument, else the environment; None of no values.
+        """Reads each value from its argument, else the environment; None without any.
 
         Raises:
             ProcessError: only some values are given, or one is invalid.
@@ -111,7 +111,7 @@ def join(
     Calls ``jax.distributed.initialize`` with deadlines, by default below a minute, and
     raises clear errors. Missing arguments come from the environment
     (``CFP_COORDINATOR``, ``CFP_PROCESSES``, ``CFP_PROCESS_ID``). Without these, JAX
-    finds the values under Slurm, Open MPI and Kubernetes.
+    finds the values under Slurm, Open MPI and Kubernetes, and on Cloud TPUs.
 
     Args:
         coordinator: HOST:PORT of process 0.
@@ -166,7 +166,7 @@ def join(
             f"The processes cannot join: {reason}. Call cfp.join(coordinator, "
             "processes, process_id) once, before any use of devices; or set "
             f"{COORDINATOR}, {PROCESSES} and {PROCESS_ID}. JAX finds these by itself "
-            "only under Slurm and similar launchers."
+            "only on Cloud TPUs, and under Slurm and similar launchers."
         ) from failures[0]
     if (talk := coordination()) is not None:
         # Fail before JAX misses the heartbeats, with a better message.

@@ -88,7 +88,7 @@ class ConstraintLevel(StrEnum):
     """Share of a plan's shardings to which the compiler is constrained.
 
     EVERYTHING constrains values throughout a step. ARGUMENTS constrains arguments and
-    results: XLA's propagation shards others, and may fuse and move more. ACTIVATIONS
+    results: XLA shards other values, and may fuse and move more. ACTIVATIONS
     also constrains values that several blocks read. At each level, ops that XLA may
     shard wrongly are constrained. Results are the same up to rounding.
     """
@@ -158,8 +158,8 @@ class PlatformDefaults:
         compiler_options: named sets of XLA options that leaders may race with.
         first_options: one named set that all race with if no memory budget is given.
         slow_to_tune: by names of kernels, options that turn them off. Segments and
-            candidates compile with all of these; the plan by prediction also races
-            without each.
+            candidates compile with all of these; without a memory budget, the plan by
+            prediction also races without each.
         replacing: kernels that may compute parts of a step.
         replacing_for_memory: the kernels that may do so if memory is short.
     """

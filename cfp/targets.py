@@ -56,7 +56,7 @@ class Target:
         donate: positions of arguments that the step may overwrite.
         static: positions of arguments that are not arrays.
         make_args: function of (a pytree of shardings for each argument that is not
-            static, a seed). Returns all arguments: given arrays moved, others drawn.
+            static, a seed). Returns all arguments: arrays moved, shapes drawn.
     """
 
     name: str

@@ -374,7 +374,7 @@ MOST_ELEMENTS = 1 << 16
 
 
 def may_be_given(leaf: Any) -> bool:
-    """True for a concrete scalar or small bool array: measurements use its value."""
+    """True for a concrete number or small bool array: measurements use its value."""
     if isinstance(leaf, jax.ShapeDtypeStruct | Tracer):
         return False
     dtype = getattr(leaf, "dtype", None)

@@ -203,7 +203,7 @@ def _mesh_symbol(module: ir.Module, program: Program, mesh: Mesh | AbstractMesh)
 def rematerializable(
     program: Program, ops: Iterable[int], turn: int, within: Set[int] | None = None
 ) -> Rematerialization | None:
-    """Returns repeatable forward ops of `ops`; None if backward ops of `ops` read none.
+    """Returns repeatable forward ops, and backward ops; None if the latter read none.
 
     It includes cheap forward ops from elsewhere, if they make values that these read.
 
@@ -395,7 +395,7 @@ def makeable(
 def _ops_from(
     program: Program, v: int, known: Set[int], within: Set[int] | None
 ) -> set[int] | None:
-    """Returns ids of cheap ops that make `v` of `known` and arguments, or None."""
+    """Returns cheap ops that make `v` of `known`, arguments and constants, or None."""
     found: set[int] = set()
     stack = [v]
     while stack:

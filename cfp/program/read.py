@@ -311,7 +311,7 @@ _NAMED_SOURCE = frozenset(
 
 
 def _file_names(text: bytes) -> dict[str, str]:
-    """Maps paths of Python files in bytecode, except cfp's, to `distinct_ends`."""
+    """Maps Python files in bytecode, except of cfp.program, to `distinct_ends`."""
     paths = {path.decode(errors="replace") for path in _FILE.findall(text)}
     every = sorted(path for path in paths if not path.startswith(_HERE))
     return dict(zip(every, distinct_ends(every), strict=True))
@@ -533,7 +533,7 @@ def other_program(
     remedy = "Pass the plan's step, microbatches, options and arguments, with equal "
     remedy += "fields that are no arrays (as train or eval mode); or plan again."
     if planned_for.get("platform", here.get("platform")) != here.get("platform"):
-        lines[-1] += " Random numbers are other operations on each platform."
+        lines[-1] += " Threefry's random numbers are other operations on each platform."
         remedy = "Use the plan on its own platform, or plan again."
     if planned_for.get("jax_version") not in (None, here.get("jax_version")):
         remedy = f"Install JAX {planned_for['jax_version']}, or plan again."

@@ -205,7 +205,7 @@ def graft(
     Args:
         text: the other module.
         reads: values in place of its arguments.
-        into: module that gets its other functions and meshes; None if it has none.
+        into: module that gets the text's other functions and meshes; None without any.
     """
     source = ir.Module.parse(text)
     if into is not None:

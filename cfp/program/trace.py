@@ -1,8 +1,8 @@
 """Lowers a traced step for a mesh, and reads its program.
 
 XLA runs a host callback for one device, or for each. If it raises, its device stops,
-and the others wait in their next collective. Virtual CPU devices abort the process
-after 40 seconds, without the exception. So a planned step guards its callbacks: the
+and the others wait in their next collective. Virtual CPU devices abort the process, by
+default after 40 seconds, without the exception. So a planned step guards callbacks:
 devices continue with zeros, and the exception is raised at the step's end.
 """
 

@@ -149,14 +149,14 @@ def widen(
     """Widens a normalised module to float32, in place; some ops keep narrow types.
 
     Args:
-        precise: True gives matrix products the highest precision.
+        precise: True gives products the highest precision.
         perturbed: True moves narrow operands of such ops, and results of external
             kernels, up or down by half of their last bit, a little more than rounding.
         only_data: True keeps types of values computed from constants and integers only.
 
     Returns:
         Names of ops that keep narrow types, such as external kernels, and of ops that
-        `only_data` keeps. Roundings of float32 to 8 bits stay, without a name.
+        `only_data` keeps. Roundings of float32 to 8 bits and constants have no name.
     """
     with module.context, ir.Location.unknown():
         functions = _called(module)

@@ -153,7 +153,7 @@ def parse_options(
         option = known.get(flag)
         if option is None:
             how = " Parameters of the function are its options." * (":" in target)
-            if not flag.startswith("-"):
+            if flag.isdigit():
                 how = " Several values of an option are joined by commas, as in 0,1."
             raise CfpError(
                 f"{target} has no option {flag}, and neither has the command. "

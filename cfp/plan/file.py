@@ -38,7 +38,7 @@ from cfp.program.constrain import Constraints, Rematerialization
 from cfp.program.replace import Recorded, Replacement
 from cfp.program.trace import PRECISION, PRECISIONS
 
-FORMAT = 17
+FORMAT = 18
 
 _MOST_BYTES = 64 * 2**20  # A plan of 96 layers has one or two megabytes.
 _MOST_AXES = 16

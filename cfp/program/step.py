@@ -327,7 +327,7 @@ class FlatStep:
 
         Raises:
             StepNotTraceable: JAX cannot trace the function, its changes of arguments
-                would be lost, or it overwrites an array in its closure or globals.
+                would be lost, or it overwrites an array of `calling.arrays_around`.
         """
         check_settings()
         name = self.flat_fn.__name__

@@ -156,7 +156,7 @@ def widen(
 
     Returns:
         Names of ops that keep narrow types, such as external kernels, and of ops that
-        `only_data` keeps. Roundings of float32 to 8 bits and constants have no name.
+        `only_data` keeps. Roundings to 8 bits, constants and tuples stay unnamed.
     """
     with module.context, ir.Location.unknown():
         functions = _called(module)

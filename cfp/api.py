@@ -141,7 +141,7 @@ def plan(
             A :func:`cfp.described` mesh gives an estimate; ``plan.on(mesh)`` runs it.
             An `AbstractMesh` plans on a Ray cluster, with ``PlannerSettings(ray=...)``.
         quiet: True shows no progress; warnings stay. By default a terminal shows
-            progress, and other outputs get a line on standard error every 30 s.
+            progress, and other outputs get lines on standard error.
         static_argnums, static_argnames: arguments that are not arrays.
         donate_argnums, donate_argnames: arguments that the step may overwrite, usually
             the training state.
@@ -161,8 +161,7 @@ def plan(
 
     Raises:
         CfpError: the step, arguments, mesh, pins or budget cannot be planned.
-        KeyboardInterrupt: the user interrupted. The same call continues from the stored
-            measurements.
+        KeyboardInterrupt: the user interrupted. Measurements stay for later calls.
     """
     if isinstance(fn, Mesh) or not callable(fn):
         raise OptionError(

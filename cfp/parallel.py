@@ -64,7 +64,7 @@ def parallelize(
         plan: a plan or its file, used without planning. By default the environment
             variable ``CFP_PLAN`` names the file. The donated arguments are the plan's.
         quiet: True shows no progress; warnings stay. By default a terminal shows
-            progress, and other outputs get a line on standard error every 30 s.
+            progress, and other outputs get lines on standard error.
         options: as for :func:`plan`.
 
     Returns:
@@ -135,7 +135,7 @@ def _explained(path: str | None, changes_of: Callable[[], str]) -> Iterator[None
 class ParallelStep:
     """A step function that is planned at its first call; see :func:`parallelize`.
 
-    A call with other shapes, types or static values, or under another configuration of
+    A call with new shapes, types or static values, or under a new configuration of
     JAX, plans again and warns. With a saved plan it raises `PlanMismatch` if the step
     differs. Later plans keep the first's shardings of unchanged arguments if these fit
     in memory, except with ``preset=``, several processes of JAX, or ``jax.set_mesh`` of
@@ -305,7 +305,7 @@ class ParallelStep:
             return _Planned(now, found, found.compile_bound(tell))
 
     def _find(self, step: FlatStep, find: Callable[..., Plan], options: dict) -> Plan:
-        """Plans a step; later ones keep the first's mesh and shardings if they can."""
+        """Plans a step; later plans keep the first's mesh, and shardings if possible."""
         first, names = self.plans[0] if self.plans else None, step.arg_names
         meshes = mesh_around(), first and first.mesh
         here, before = ([*one.devices.flat] if one else [] for one in meshes)

@@ -4,11 +4,11 @@ The reference runs on one device, without sharding. If it does not fit there, a 
 shards it over all devices, differently from the plan. If the step's code names several
 devices, it runs on the plan's mesh with unsharded arguments.
 
-Both sides compute in float32 at least, with the highest precision of matrix products,
-so that only the order of sums differs. If results differ too much, the check measures
-the effect of rounding: it repeats the reference's step with arguments changed in their
-last bit. If kernels of the plan compute in less than float32, it repeats the plan's
-step instead, and changes the kernels' operands and results, too.
+Kernels apart, both sides compute in float32 at least, with the highest precision of
+matrix products, so that only the order of sums differs. If results differ too much, the
+check measures the effect of rounding: it repeats the reference's step with arguments
+changed in their last bit. If kernels of the plan compute in less than float32, it
+repeats the plan's step instead, and changes the kernels' operands and results, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The command ``cfp verify``: times a saved plan and the presets on real devices.
+"""The command ``cfp verify``: times a saved plan and presets on JAX's devices.
 
-The plan and the presets run in turn. The result is the error of the plan's prediction,
-and the fastest program.
+The plan and presets, without propagated ones, run in turn. The result is the error of
+the plan's prediction, and the fastest program.
 """
 
 from __future__ import annotations

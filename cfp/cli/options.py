@@ -191,7 +191,7 @@ OPTIONS: Mapping[str, Option] = {
     "target": argument("TARGET", TARGET_TEXT),
     "saved": Option(Path, "A plan saved by cfp plan -o.", "--plan"),
     "devices": Option(
-        int, "Number of devices: a mesh with one axis, x.", metavar="N", min=1
+        int, "Number of devices: usually a mesh with one axis, x.", metavar="N", min=1
     ),
     "mesh": Option(str, "x=4, or x=2,y=2.", metavar="AXES"),
     "described": Option(
@@ -248,7 +248,7 @@ OPTIONS: Mapping[str, Option] = {
     "build_timeout": _of_limits("build_seconds"),
     "quick": Option(
         bool,
-        "Measure less: segments alone, and each plan with all values constrained.",
+        "Measure less: segments alone, and candidates constrained throughout.",
         under=MEASURING,
     ),
     "no_race": Option(
@@ -345,8 +345,8 @@ def _with_one_message(
         raise typer.Exit(2) from error
     except KeyboardInterrupt as error:
         kept = store_path(given.get("workdir"))
-        text = f"Interrupted. Measurements are kept in {kept}; "
-        print_error(wrapped(f"{text}the same command continues from there."))
+        text = f"Interrupted. Stored measurements are kept in {kept}."
+        print_error(wrapped(text))
         raise typer.Exit(INTERRUPTED) from error
 
 

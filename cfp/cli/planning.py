@@ -400,7 +400,7 @@ _CURVES = "Curves of links"
     ),
 )
 def profile(ctx: typer.Context, given: Any) -> Answer | None:
-    """Measure the strategies of every kind of segment, and store them.
+    """Measure strategies of every kind of segment, and store the measurements.
 
     Or, without a TARGET: carry stored measurements between machines (--export,
     --import), or measure the links of a mesh (--curves).

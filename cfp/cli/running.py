@@ -39,11 +39,11 @@ _SHOW_TAKES = {
 
 @o.command(
     *("path", "explain", "block", "diff", "html", "python", "as_json"),
-    explain=o.Option(bool, "Explain each block, with the strategies that decide."),
+    explain=o.Option(bool, "Explain each block, with strategies to compare."),
     block=o.Option(
         str,
         "With --explain: only blocks with this in their names, or else in those of "
-        "arguments that they read, in upper or lower case; * stands for anything.",
+        "arguments that they read, in upper or lower case; with * whole names match.",
         metavar="NAME",
     ),
     diff=o.Option(
@@ -370,7 +370,7 @@ def _rounding_text(trial: Trial) -> str:
     seconds=o.Option(float, "About how long it may take.", default=60.0, min=1),
 )
 def verify(ctx: typer.Context, given: Any) -> Answer:
-    """Time a plan on its devices, with the presets.
+    """Time a plan, and presets, on its devices.
 
     Prints the prediction's error. -o saves the fastest plan, with its measured time.
 

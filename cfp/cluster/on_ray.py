@@ -155,7 +155,7 @@ def plan_on_ray(
         except ray.exceptions.RayActorError as error:
             raise CfpError(
                 f"The runner crashed, after up to {RUNNER_RESTARTS} restarts: {error}. "
-                "Check that JAX runs on the devices; the same command continues."
+                "Check that JAX runs on the devices, then plan again."
             ) from error
         finally:
             ray.kill(runner)

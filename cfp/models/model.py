@@ -121,7 +121,7 @@ class Model:
       defaults: defaults that differ from `Config`'s, and the own options' defaults.
       random_batch: function of a key, batch, seq and vocab.
       ffn: function from `hidden` to the default width inside the MLPs.
-      even_heads: True if positions are turned in pairs, which needs an even head_dim.
+      even_heads: True if rotary embedding turns pairs, which needs an even head_dim.
     """
 
     doc: str

@@ -398,7 +398,7 @@ class RaceOutcome:
         return tuple((one.candidate, one.time_ms) for one in self.results if one.ran)
 
     def after(self, before: RaceOutcome) -> RaceOutcome:
-        """Returns this, `before` if only it has a winner, or both if it has none."""
+        """Joins both if `before` has no winner; else prefers this if this has one."""
         if before.winner is not None:
             return self if self.winner else replace(before, solution=self.solution)
         names = {row.name for row in self.rows}

@@ -1,4 +1,4 @@
-"""The race: compiles and times candidates, whole programs; the fastest is the plan.
+"""The race: compiles and times candidates, whole programs; the winner is the plan.
 
 Candidates are presets and the best choices by each prediction, both from
 :mod:`cfp.passes`. The order of the race:

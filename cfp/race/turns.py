@@ -1,4 +1,4 @@
-"""Times programs in turn, A B C A B C: the fastest wins, of ties the simplest.
+"""Times programs in turn, A B C B C A: the fastest wins, of ties the simplest.
 
 The winner's branches are timed separately, with each value of the arguments' flags.
 """
@@ -140,7 +140,7 @@ def race_programs(
     looks: Mapping[str, ProfileRecord] = MappingProxyType({}),
     is_warm: bool = False,
 ) -> list[RaceResult]:
-    """Compiles whole programs and times them in turn, A B C A B C.
+    """Compiles whole programs and times them in turn, A B C B C A.
 
     A program far behind after a turn is left out of later ones. Real devices are warmed
     up before the first turn. If their speed drifts, times of programs that were left

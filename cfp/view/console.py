@@ -204,7 +204,7 @@ class PlainLines:
 
     Attributes:
         silent_seconds: time from the start without lines.
-        every_seconds: least time between two lines about the same kind of work.
+        every_seconds: least time between neighbouring lines about the same work.
     """
 
     silent_seconds: float = 10.0

@@ -274,7 +274,7 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (precision_text, "{}"),
     (
         _count("wide_sums", "scatter", "scatters"),
-        "summed in float32 instead of 16 bits: {} (gradients of lookups, sums of "
-        "segments)",
+        "summed in float32 instead of 16 bits: {} (gradients of lookups, sums of many "
+        "rows)",
     ),
 )

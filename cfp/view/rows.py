@@ -197,7 +197,7 @@ def blocks_rows(segments: Sequence[SegmentView]) -> Rows:
 
 
 def merge_neighbours(rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Merges neighbours (name, ...) that differ in the number after ``#`` alone."""
+    """Merges neighbours (name, ...) that differ in the name after ``#`` alone."""
     keyed = ((row[0].partition("#")[0], *row[1:], row[0]) for row in rows)
     for (_, *rest), same in groupby(keyed, lambda row: row[:-1]):
         yield merged_name([row[-1] for row in same]), *rest
@@ -244,7 +244,7 @@ def _place(row: RaceRow) -> tuple[bool, float, float]:
 
 
 def candidates_of(plan: Plan) -> tuple[CandidateView, ...]:
-    """Lists each candidate's winner, or else its first variant, sorted by `_place`.
+    """Lists each candidate's winning or else first variant, sorted by `_place`.
 
     A variant's name is the candidate's, a comma, and its difference. Candidates with
     the same program share a row, under the winner's name if they won.
@@ -348,7 +348,7 @@ def race_rows(plan: Plan) -> Rows:
 
 
 def variants_rows(plan: Plan) -> Rows:
-    """Tabulates the compared meshes and microbatches, the fastest first."""
+    """Tabulates the compared meshes and microbatches by step time, then estimate."""
     figures = plan.figures
     every = figures.variants if figures else ()
     rows = [
@@ -436,7 +436,7 @@ def strategies_rows(plan: Plan, kind: int) -> Rows:
             )
         )
     notes = ["Time and memory of the whole step if these segments take the strategy."]
-    notes += ["The plan's own strategy was not measured alone."] * (not figures.picks)
+    notes += ["A strategy of the plan was not measured alone."] * (not figures.picks)
     more = counted(n := len(every) - len(rows), *words.STRATEGIES) + " not shown"
     notes += [f"{more}: no faster, in no less memory (all: --json)."] * (n > 0)
     headings = ("strategy", "what it does", "step ms", "predicted memory", "segment ms")

@@ -280,7 +280,7 @@ def diff_data(first: Plan, second: Plan) -> dict[str, tuple[str, str]]:
 def diff_text(
     first: Plan, second: Plan, names: tuple[str, str] = ("first", "second")
 ) -> str:
-    """Lists differences of two plans, or that none exist; at most four equal ones."""
+    """Lists facts that differ between two plans; of equal changes at most four."""
     lines = [f"{names[0]} -> {names[1]}"]
     groups: dict[tuple[str, str], list[str]] = {}
     for name, pair in diff_data(first, second).items():
@@ -292,7 +292,7 @@ def diff_text(
         if (more := len(merged) - _MOST_CHANGES) > 0:
             lines.append(f"  and {more} more, also {change} (--json lists all)")
     if len(lines) == 1:
-        lines.append("The plans do not differ.")
+        lines.append("No compared fact differs.")
     return "\n".join(map(wrapped, lines)) + "\n"
 
 

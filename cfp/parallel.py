@@ -305,7 +305,7 @@ class ParallelStep:
             return _Planned(now, found, found.compile_bound(tell))
 
     def _find(self, step: FlatStep, find: Callable[..., Plan], options: dict) -> Plan:
-        """Plans a step; later plans keep the first's mesh, and shardings if possible."""
+        """Plans a step; later plans keep the first's mesh and shardings if possible."""
         first, names = self.plans[0] if self.plans else None, step.arg_names
         meshes = mesh_around(), first and first.mesh
         here, before = ([*one.devices.flat] if one else [] for one in meshes)

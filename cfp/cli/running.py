@@ -125,13 +125,15 @@ def running_text(plan: Plan, path: Path) -> str:
     if len(donated) > 2 and [*(run := range(donated[0], donated[-1] + 1))] == donated:
         donated = run
     options = f", compiler_options={dict(plan.options)!r}" if plan.options else ""
+    explicit = plan.environment.get("explicit_axes", "").split(",")
+    types = ["Explicit" if name in explicit else "Auto" for name in names]
     return f"""\
 import jax
 
 with open({str(path)!r}, "rb") as file:
     exported = jax.export.deserialize(bytearray(file.read()))
-auto = (jax.sharding.AxisType.Auto,) * {len(sizes)}
-mesh = jax.make_mesh({sizes}, {names}, axis_types=auto)
+types = tuple(jax.sharding.AxisType[name] for name in {types})
+mesh = jax.make_mesh({sizes}, {names}, axis_types=types)
 step = jax.jit(exported.call, donate_argnums={donated}{options})
 leaves = jax.device_put(jax.tree.leaves(args), [*exported.in_shardings_jax(mesh)])
 results = step(*leaves)
@@ -168,9 +170,7 @@ _DRAWN = (
     seed=o.Option(int, "Seed of random arguments.", default=0),
 )
 def run(ctx: typer.Context, given: Any) -> Answer:
-    """Run a step for real: under a plan, a preset, or a new plan.
-
-    Without --plan or --preset the step is planned first.
+    """Run a step for real: under a plan, a preset, or else a new plan.
 
     Example: cfp run gpt --layers 2 --hidden 128 --plan plan.json --check
     """

@@ -1,10 +1,12 @@
 """The commands that read plans, as their users type them."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -99,6 +101,18 @@ def test_donated_leaves_in_a_row_are_printed_as_a_range():
     assert [*map(float, jitted(*map(jnp.float32, range(4))))] == [0, 1, 2, 3]
     some = replace(DEEP, donated=(True, False, True, True, *[False] * 92))
     assert "donate_argnums=[0, 2, 3])" in running_text(some, Path("step.jax"))
+
+
+@pytest.mark.parametrize("axes", [{}, {"explicit_axes": "x"}])
+def test_printed_lines_run_an_exported_step(axes, tmp_path):
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    x = jnp.arange(8.0)
+    with jax.set_mesh(mesh) if axes else nullcontext():
+        plan = cfp.plan(jnp.sin, x, mesh=mesh, preset="data_parallel", quiet=True)
+    assert plan.environment.items() >= axes.items()
+    plan.export(tmp_path / "step.jax")
+    exec(running_text(plan, tmp_path / "step.jax"), names := {"args": (x,)})
+    np.testing.assert_allclose(*names["results"], jnp.sin(x), rtol=1e-6)
 
 
 class Asked(CfpError):

@@ -272,7 +272,8 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "quiet": Option(bool, "Show no progress.", "--quiet", "-q", under=OUTPUT),
 }
-PLANS_PLATFORM = Option(str, f"{_VIRTUAL}by default the plan's.", metavar="NAME")
+_PLANS = f"{_VIRTUAL}by default the plan's if cpu, else JAX's choice."
+PLANS_PLATFORM = Option(str, _PLANS, metavar="NAME")
 
 # Coloured help on a terminal.
 MARKUP: Any = "rich" if sys.stdout.isatty() else None

@@ -315,7 +315,7 @@ def _check_lines(trial: Trial) -> Iterator[str]:
             yield f"  and {more} more"
         return
     rounding = _rounding_text(trial)
-    text = f"Check passed: all results equal those of {against} within rounding"
+    text = f"Check passed: all results equal those of {against} within limits"
     if (nearest := trial.every.nearest) is not None:
         share = nearest.relative_l2 / nearest.allowed
         text += (

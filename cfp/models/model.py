@@ -67,7 +67,7 @@ class Config(BaseModel, frozen=True, strict=True, extra="forbid"):
     tied: bool = _option(False, "use the token embedding as the head's kernel")
     experts: int | None = _option(None, "experts in an expert layer", least=2)
     expert_group_size: PositiveInt | None = _option(
-        None, "tokens routed together; divide batch * seq"
+        None, "tokens routed together; divide a microbatch's"
     )
     kv_heads: PositiveInt | None = _option(
         None, "heads of keys and values; they divide heads"

@@ -89,8 +89,8 @@ class Plan:
         site_checks: parts whose kernel was wrong, or could not be compared.
         uncounted: long loops of unknown length, which predictions and FLOPs count once;
             and long branches, whose measured times are those of one branch.
-        replicated_ops: ops that every device runs in full, such as loops, and ops
-            without a sharding rule. Small ones are left out.
+        replicated_ops: ops that every device runs in full, such as unsharded loops and
+            ops without a sharding rule. Small ones are left out.
         race: rows of the race's candidates, with times and notes.
         host_callbacks_skipped: host callbacks that measuring does not call.
         options: XLA compiler options of the step.

@@ -534,5 +534,5 @@ def _advice(analysis: Analysis, choice: Choice, large: set[str]) -> str:
         advice += f". Rematerialized: {len(choice.remat)} of {able} possible segments"
         advice += "; no known plan with more is smaller" * (len(choice.remat) < able)
         if not any("rematted_computation" in op.scope for op in frame.program.ops):
-            advice += "; jax.checkpoint in the model (the zoo: --remat) keeps less"
+            advice += "; jax.checkpoint in the model (cfp's: --remat) keeps less"
     return advice

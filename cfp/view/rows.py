@@ -333,8 +333,7 @@ def race_rows(plan: Plan) -> Rows:
         )
     shown = {name for one in found for name in (one.row.name, *one.others)}
     hidden = [row for row in plan.race if row.name not in shown]
-    kind = "variant" if any(row.note for row in hidden) else "slower variant"
-    more = f"and {counted(len(hidden), kind, f'{kind}s')} of these"
+    more = f"and {counted(len(hidden), 'variant', 'variants')} of these"
     below = [f"Each: {shared}"] * bool(shared) + [more] * bool(hidden)
     if any(cell.startswith(_MARK) for row in rows for cell in row.cells):
         below.append(f"{_MARK} predicted, others compiled: not comparable.")

@@ -261,7 +261,7 @@ def other_batches(plan: Plan, but: Collection[str] = ()) -> tuple[str, str, str]
 def unsearched_text(plan: Plan) -> str:
     """Explains why a plan has no strategies to compare; "" if it has some."""
     if not plan.rows:
-        return "the step has no contraction to shard"
+        return "the step has no block to shard"
     if plan.figures and any(kind.options for kind in plan.figures.kinds):
         return ""
     if VERIFIED in plan.search:

@@ -296,7 +296,7 @@ class _Labels:
         block: int,
         labels: list[int],
     ) -> bool:
-        """Moves each candidate op of which `block` has all dims; True if one moved."""
+        """Moves candidates that `block` may hold and whose dims it has; True if any."""
         held = [op for op in candidates if self._may_hold(op, block)]
         joined = [*ops[block], *held]
         lacking = self._lacking(joined, self.members[block], held)

@@ -155,7 +155,7 @@ def strategy_map(frame: Frame, block: Block) -> Iterator[str]:
 def op_strategies(frame: Frame, block: Block, member: Member) -> list[Strategy]:
     """Returns a member's strategies in terms of its own factors.
 
-    A derived member (of a gradient) has no exit: users of its partial sums decide.
+    A derived member (of a gradient) has all its own, without exits; see `plan_numbers`.
     """
     if not member.derived:
         return block_strategies(frame.program, block, frame.mesh)

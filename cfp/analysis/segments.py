@@ -200,8 +200,8 @@ class _Cutter:
     """Cuts a sequence of units into segments.
 
     A loop over layers is a segment of its own, unless it is in a repeated layer. A unit
-    has a fingerprint (`marks`), a bit mask of units before it (`upstream`), and True if
-    it is such a loop. Keys of `known` are (low, high, True inside a repeat).
+    has a fingerprint (`marks`), a bit mask of the nearest units that it reads, and True
+    if it is such a loop. Keys of `known` are (low, high, True inside a repeat).
     """
 
     marks: Sequence[Hashable]

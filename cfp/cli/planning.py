@@ -265,7 +265,7 @@ def _find_there(given: SimpleNamespace, folder: str, workdir: Path) -> Fastest:
 
 
 def export_profiles(given: Any) -> None:
-    """Writes all stored measurements to the file of --export."""
+    """Writes all stored measurements to the file of --export; CfpError if none."""
     path, file = store_path(given.workdir), given.export
     if not path.exists():
         raise CfpError(

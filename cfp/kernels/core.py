@@ -72,7 +72,7 @@ class Side:
     Attributes:
         node: the value, before broadcasts and transposes.
         letters: names of its dims.
-        reads: for each reader the operand, then the values that views make it from.
+        reads: in one list, each reader's operand, then values of which views make it.
     """
 
     node: Node

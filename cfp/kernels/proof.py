@@ -178,7 +178,7 @@ def _made_of_bools(values: Values, v: int, most: int = _MOST_OPS) -> States | No
 
 
 def _table(core: Core) -> Table:
-    """Returns a pass's table; Different if its argument is not an attention's."""
+    """Returns the softmax's argument as a `Table`; Different if not an attention's."""
     states = {key: states_of(core, key) for key in core.sides}
     masks = {key: own for key, own in states.items() if own is not None}
     biases = [key for key, own in states.items() if own is None]

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from cfp.errors import CfpError
 from cfp.kernels.chunked import Partial, merge, nothing_yet
 from cfp.kernels.problem import ALL_GATHER, AttentionStrategy, Mask, Scores, may_meet
 from cfp.kernels.registry import Kernel
@@ -37,12 +38,11 @@ def zigzag_order(length: int, ranks: int) -> np.ndarray:
     """Natural positions, [length] int32, of the tokens in zigzag order.
 
     Raises:
-      ValueError: the length is no multiple of 2 * ranks.
+      CfpError: the length is no multiple of 2 * ranks.
     """
     if length % (2 * ranks):
-        raise ValueError(
-            f"The length {length} is no multiple of 2 * ranks = {2 * ranks}. Pad the "
-            "sequences before they are converted to zigzag order."
+        raise CfpError(
+            f"The length {length} is no multiple of 2 * ranks, {2 * ranks}. Pad tokens."
         )
     chunks = np.arange(length, dtype=np.int32).reshape(2 * ranks, -1)
     mine = [chunks[[rank, 2 * ranks - 1 - rank]] for rank in range(ranks)]

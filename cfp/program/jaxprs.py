@@ -100,8 +100,8 @@ def check_numbers(results: Sequence[tuple[str, jax.Array]]) -> None:
             if inexact and bool(test(result).any()):
                 raise FloatingPointError(
                     f"Result{path} of the step has {name} (jax_debug_{short} is on). "
-                    "To find the operation, call the step without cfp, in jax.jit, "
-                    "with the same arguments."
+                    "To find the operation, call the step in jax.jit, without cfp, on "
+                    "these arguments; make donated ones anew, as they are deleted."
                 )
 
 

@@ -28,7 +28,7 @@ OTHER_ERRORS = {
     "SystemExit": {"supervise"},
     "ValueError": {
         *("described", "file", "graph", "hlo", "model", "parts", "printable"),
-        *("read", "record", "ring", "roles", "runner", "shardy", "store"),
+        *("read", "record", "roles", "runner", "shardy", "store"),
     },
 }
 

@@ -175,7 +175,7 @@ def test_every_rank_of_zigzag_has_two_chunks():
     for rank in range(2):
         mine = local_positions(jnp.asarray(rank), 2, 8, zigzag=True)
         assert mine.tolist() == order[8 * rank : 8 * rank + 8].tolist()
-    with pytest.raises(ValueError, match="The length 16 is no multiple"):
+    with pytest.raises(cfp.CfpError, match="The length 16 is no multiple"):
         zigzag_order(16, 3)
 
 

@@ -156,7 +156,7 @@ def parse_options(
             if flag.isdigit():
                 how = " Several values of an option are joined by commas, as in 0,1."
             raise CfpError(
-                f"{target} has no option {flag}, and neither has the command. "
+                f"{target} has no option {flag}, and neither has the command (--help). "
                 f"{known_names(flag, known)}{how}"
             )
         if not equals:

@@ -133,7 +133,7 @@ def check_devices(
     version, remedy = environment.get("jax_version", jax.__version__), ""
     here = _facts(devices)["platform"]
     if differ:
-        remedy = "Use the plan's devices (plan.arg_specs, cfp show --python need none)"
+        remedy = "Use the plan's devices (cfp show --python needs none)"
         n = prod(size for _, size in axes)
         if (
             here == environment.get("platform", "cpu") == "cpu"

@@ -422,7 +422,7 @@ def search_further(
     """
     solution, won = outcome.solution, outcome.winner
     profiles, may_go_on = solution.profiles, not context.is_over
-    goes_on = won is None or (not context.races and won.name == EARLIER_RUN)
+    goes_on = won is None or (not context.races and won.name.startswith(EARLIER_RUN))
     if won is not None and not goes_on:
         saw_no_need = profiles is not None and not profiles.memory_bound
         may_go_on = may_go_on and saw_no_need and bool(won.choice.remat)

@@ -42,6 +42,7 @@ from cfp.race.programs import (
     RaceResult,
     fits,
     is_compiled_too_large,
+    level_name,
     programs_of,
 )
 from cfp.search.guided import Candidate, prediction_of
@@ -225,9 +226,7 @@ def keep(records: Collection[ProfileRecord], store: ProfileStore) -> None:
     A compiled program that is too large does not replace a measurement, which another
     process may have made meanwhile with a larger budget.
     """
-    known = store.get_many(
-        record.key for record in records if is_compiled_too_large(record)
-    )
+    known = store.get_many(one.key for one in filter(is_compiled_too_large, records))
     measured = {digest for digest, record in known.items() if record.ok}
     news = [record for record in records if record.key not in measured]
     store.put_all(news, replace=True)
@@ -438,7 +437,8 @@ def _read(
         and choice.all_kernels <= known_kernels()
         and refused_option(kept.options) is None
     ):
-        return Candidate(EARLIER_RUN, choice, level=kept.level, options=kept.options)
+        name = level_name(EARLIER_RUN, kept.level)
+        return Candidate(name, choice, level=kept.level, options=kept.options)
     return None
 
 

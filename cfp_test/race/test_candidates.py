@@ -120,10 +120,10 @@ def known(analysis, tmp_path):
     by_name = presets(analysis.frame)
     names = {choice: name for name, choice in by_name.items()}
 
-    def keep(name, peak_bytes, time_ms, created=FIRST, options=None, turns=1):
+    def keep(name, peak_bytes, time_ms, created=FIRST, options=None, turns=1, **how):
         race = () if created == FIRST else (("race", "of the leaders"),)
         choice = by_name[name]
-        job = whole_job(analysis, choice, race, name, options=options or {})
+        job = whole_job(analysis, choice, race, name, options=options or {}, **how)
         record = ProfileRecord(
             key=job.key.digest,
             parts=job.key.parts,
@@ -197,6 +197,9 @@ def test_what_raced_before_says_so(known):
     keep("zero1", 10, 10.0)
     found(10, Answer(keep("fully_sharded", 10, 9.9), 9.9, FIRST))
     assert found.names == ["from an earlier run"]
+    keep("zero1", 10, 9.0, SECOND, level=ConstraintLevel.ARGUMENTS)
+    found(10)
+    assert found.names == ["from an earlier run, arguments constrained"]
 
 
 def test_what_was_known_before_is_no_news_if_clocks_drift(known):

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, fields
+from difflib import get_close_matches
 from functools import partial
 from inspect import Parameter, Signature
 from math import isfinite
@@ -288,9 +289,10 @@ INTERRUPTED = 130
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-def command(
-    *names: str, **own: Option
-) -> Callable[[Callable[[Any, Any], Answer | None]], Callable[..., None]]:
+Body = Callable[[Any, Any], Answer | None]
+
+
+def command(*names: str, **own: Option) -> Callable[[Body], Callable[..., None]]:
     """Returns a decorator: function(context, values) becomes one that typer can call.
 
     Prints the function's answer. Exit code: 1 if the answer failed, 2 after a CfpError,
@@ -303,9 +305,7 @@ def command(
     options = {name: own.get(name) or OPTIONS[name] for name in names} | own
     ctx = Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
-    def wrapped_by(
-        function: Callable[[Any, Any], Answer | None],
-    ) -> Callable[..., None]:
+    def wrapped_by(function: Body) -> Callable[..., None]:
         def run(ctx: typer.Context, **given: Any) -> None:
             _with_one_message(function, ctx, given)
 
@@ -320,9 +320,7 @@ def command(
 
 
 def _with_one_message(
-    function: Callable[[Any, Any], Answer | None],
-    ctx: typer.Context,
-    given: dict[str, Any],
+    function: Body, ctx: typer.Context, given: dict[str, Any]
 ) -> None:
     stdout, as_json = sys.stdout, bool(given.get("as_json"))
     try:
@@ -341,13 +339,16 @@ def _with_one_message(
         print_error(str(error))
         if "static_argnums" in str(error):
             print("On the command line, give --static N.", file=sys.stderr)
+        own = [flag for one in ctx.command.params for flag in one.opts]
+        if unknown := re.search(r"no option (--\S+), and neither has", str(error)):
+            for near in {*get_close_matches(unknown[1], own, 1, 0.75)} - {unknown[1]}:
+                print(f"Did you mean the command's {near}?", file=sys.stderr)
         if TRACEBACK in os.environ:
             traceback.print_exception(error)
         raise typer.Exit(2) from error
     except KeyboardInterrupt as error:
         kept = store_path(given.get("workdir"))
-        text = f"Interrupted. Stored measurements are kept in {kept}."
-        print_error(wrapped(text))
+        print_error(wrapped(f"Interrupted. Stored measurements are kept in {kept}."))
         raise typer.Exit(INTERRUPTED) from error
 
 
@@ -377,8 +378,7 @@ def settings(
     }
     found |= {"race": not given.get("no_race"), "measure": given["measure"] or None}
     if given.get("retry_failures"):
-        is_supervised = isinstance(ctx.obj, Supervision)
-        found["retry_failures"] = ctx.obj.started if is_supervised else True
+        found["retry_failures"] = getattr(ctx.obj, "started", True)
     if "run_timeout" in given:
         found["limits"] = Limits(
             run_seconds=given["run_timeout"], build_seconds=given["build_timeout"]

@@ -532,7 +532,7 @@ def _advice(analysis: Analysis, choice: Choice, large: set[str]) -> str:
         advice += ", or donate the state (--donate 0, donate_argnums=0)"
     if able := sum(can_rematerialize(frame, one) for one in segments):
         advice += f". Rematerialized: {len(choice.remat)} of {able} possible segments"
-        advice += "; no known plan with more is smaller" * (len(choice.remat) < able)
+        advice += "; more of them are not known to help" * (len(choice.remat) < able)
         if not any("rematted_computation" in op.scope for op in frame.program.ops):
             advice += "; jax.checkpoint in the model (cfp's: --remat) keeps less"
     return advice

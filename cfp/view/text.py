@@ -86,17 +86,17 @@ def _segment_text(segment: SegmentView) -> str:
     parts = [few(parts, "; ")] if parts else []
     if updates := [block for block in segment.blocks if block.row.updates]:
         parts.append(" ".join(update_texts(updates)[:2]))
-    where = f" ({few(modules)})" if modules else ""
     stored = words.parameters_text(segment.parameters)
-    text = f"segment {span_text([*segment.indices])}{where}"
-    return f"{text}: {'; '.join([*parts, stored])}"
+    which = span_text([*segment.indices]) + f" ({few(modules)})" * bool(modules)
+    return f"segment {which}: {'; '.join([*parts, stored])}"
 
 
 def _arguments_text(plan: Plan) -> str:
-    """Counts the sharded arguments, and names up to four, most elements first."""
+    """Counts sharded arguments; names the largest, shortest paths first, up to four."""
     every = zip(plan.arg_names, plan.arg_types, plan.arg_specs, strict=True)
-    sharded = [(-prod(shape_of(kind)), name) for name, kind, spec in every if any(spec)]
-    names = merged_alike([name for _, name in sorted(sharded, key=lambda one: one[0])])
+    some = [(-prod(shape_of(kind)), name) for name, kind, spec in every if any(spec)]
+    sharded = sorted(some, key=lambda one: (one[0], one[1].count("/")))
+    names = merged_alike([name for _, name in sharded])
     text = f"arguments: {len(sharded)} of {len(plan.arg_specs)} sharded"
     text += f": {few(names)}" * bool(names)
     return text + " (all: cfp show --python)" * (len(names) > _MOST_NAMES)

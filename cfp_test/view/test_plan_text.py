@@ -441,3 +441,10 @@ def test_what_else_a_user_holds_prints_in_a_line(tmp_path):
     assert repr(analyze(program, (("x", 4),))) == (
         "Analysis of 1 block in 1 segment of 1 kind, on a mesh {'x': 4}"
     )
+
+
+def test_a_parameter_is_named_before_its_moments():
+    kinds, specs = ("float32[8,4]",) * 3, ((("x",), ()),) * 3
+    names = "opt/0/mu/w", "opt/0/nu/w", "params/w"
+    plan = replace(PLAIN, arg_names=names, arg_types=kinds, arg_specs=specs)
+    assert "3 of 3 sharded: params/w, opt/0/mu/w, opt/0/nu/w" in repr(plan)

@@ -125,7 +125,7 @@ def running_text(plan: Plan, path: Path) -> str:
     if len(donated) > 2 and [*(run := range(donated[0], donated[-1] + 1))] == donated:
         donated = run
     options = f", compiler_options={dict(plan.options)!r}" if plan.options else ""
-    explicit = plan.environment.get("explicit_axes", "").split(",")
+    explicit = plan.mesh.explicit_axes if plan.mesh else ()
     types = ["Explicit" if name in explicit else "Auto" for name in names]
     return f"""\
 import jax

@@ -378,7 +378,6 @@ def test_a_saved_plan_finds_the_executable_that_its_planning_kept(
     replace(plan, constraints=other).compile_bound()
     plan.save(tmp_path / "plan.json")
     loaded, told = cfp.Plan.load(tmp_path / "plan.json"), []
-    renamed = lambda *args: deep.step(*args)  # noqa: E731
-    for step in deep.step, renamed:
+    for step in deep.step, lambda *args: deep.step(*args):
         loaded.bind(step, *deep.arguments()).compile_bound(told.append)
     assert told == []

@@ -28,7 +28,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh, get_mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from cfp.context import DetailedSettings, PlanContext, PlannerSettings, dimensions_of
 from cfp.cost.described import DescribedMesh
@@ -47,6 +47,7 @@ from cfp.platform import all_meshes
 from cfp.printable import few
 from cfp.program.calling import check_keywords
 from cfp.program.jaxprs import unchecked
+from cfp.program.memory import mesh_around
 from cfp.race.race import race
 from cfp.search.guided import Solution
 from cfp.settings import Dimension
@@ -200,8 +201,7 @@ def plan(
             "cfp.described(...) to plan for devices that are not here."
         )
     most_axes = 2 if Dimension.MESH in how.dimensions and preset is None else 1
-    if mesh is None and not get_abstract_mesh().empty:
-        mesh = get_mesh()  # Of `jax.set_mesh`.
+    mesh = mesh_around() if mesh is None else mesh
     meshes = all_meshes(most_axes) if mesh is None else {"": mesh}
     variants = [
         Variant(name=name, fn=fn, args=args, kwargs=kwargs, mesh=one)

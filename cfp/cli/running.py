@@ -142,8 +142,8 @@ results = step(*leaves)
 
 _FAILURES_SHOWN = 5
 _DRAWN = (
-    "The step ran on random numbers in place of {}, given as shapes. Its results, such "
-    "as a loss, say nothing about training."
+    "The step ran on random numbers (an integer scalar is 1) in place of {}, given as "
+    "shapes. Its results, such as a loss, say nothing about training."
 )
 
 
@@ -244,7 +244,17 @@ def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
         "passed": not trial.failures if trial.checked else None,
         "tolerance": trial.tolerance,
         "largest_difference": next(iter(largest), None),
-        "failures": [*map(_finite, list_failures(trial))],
+        "failures": [
+            _finite(
+                {
+                    "step": number,
+                    "path": trial.named(one.path),
+                    "relative_l2": one.relative_l2,
+                    "allowed": one.allowed,
+                }
+            )
+            for number, one in trial.failures
+        ],
         "from_as_written": _finite(trial.steps[-1].comparison.rounded),
         "compared_by_norm_alone": sorted(map(trial.named, trial.undecided)),
     }
@@ -256,19 +266,6 @@ def _finite(data: Mapping[str, Any]) -> dict[str, Any]:
         name: None if isinstance(x, float) and not isfinite(x) else x
         for name, x in data.items()
     }
-
-
-def list_failures(trial: Trial) -> list[dict[str, Any]]:
-    """Lists leaves that fail the check, by step (from 0); distances may be infinite."""
-    return [
-        {
-            "step": number,
-            "path": trial.named(d.path),
-            "relative_l2": d.relative_l2,
-            "allowed": d.allowed,
-        }
-        for number, d in trial.failures
-    ]
 
 
 def _print_trial(trial: Trial) -> None:
@@ -287,29 +284,25 @@ def _print_trial(trial: Trial) -> None:
         print(wrapped(_DRAWN.format(few(trial.drawn))))
     print(f"Median step time: {trial.median_ms:.3f} ms")
     if trial.checked:
-        print("\n".join(map(wrapped, check_text(trial).split("\n"))))
+        print("\n".join(map(wrapped, check_lines(trial))))
 
 
-def check_text(trial: Trial) -> str:
+def check_lines(trial: Trial) -> Iterator[str]:
     """Describes the outcome of a trial with --check, in one or more lines."""
-    return "\n".join(_check_lines(trial))
-
-
-def _check_lines(trial: Trial) -> Iterator[str]:
     if not trial.every:
         yield "Check: the step returns nothing to compare."
         return
     against, largest = reference_text(trial.preset), trial.every[0]
-    if failures := list_failures(trial):
+    if failures := trial.failures:
         yield (
             f"Check FAILED: largest relative L2 difference from {against}: "
             f"{largest.relative_l2:.2g} in {trial.named(largest.path)}, tolerance "
             f"{trial.tolerance:g}"
         )
-        for one in failures[:_FAILURES_SHOWN]:
+        for number, one in failures[:_FAILURES_SHOWN]:
             yield (
-                f"  step {one['step']}: {one['path']} is off by "
-                f"{one['relative_l2']:.2g}, may be by {one['allowed']:.2g}"
+                f"  step {number}: {trial.named(one.path)} is off by "
+                f"{one.relative_l2:.2g}, may be by {one.allowed:.2g}"
             )
         if (more := len(failures) - _FAILURES_SHOWN) > 0:
             yield f"  and {more} more"

@@ -70,26 +70,22 @@ def plan_segments(
 ) -> tuple[PlanSegment, ...]:
     """Describes each segment's choice; `time_ms` is None unless `problem` has it."""
     frame = analysis.frame
-
-    def stored(groups: Iterable[int]) -> tuple[StoredParameter, ...]:
-        every = [frame.groups[g] for g in groups]
-        return tuple(
-            StoredParameter(
-                argument=group.args[0],
-                storage=frame.effective(choice.storage[group.index], every),
-            )
-            for group in every
-        )
-
+    owned = [[frame.groups[g] for g in segment.groups] for segment in analysis.segments]
     return tuple(
         PlanSegment(
             kind=segment.kind,
-            parameters=stored(segment.groups),
+            parameters=tuple(
+                StoredParameter(
+                    argument=group.args[0],
+                    storage=frame.effective(choice.storage[group.index], groups),
+                )
+                for group in groups
+            ),
             rematerialized=segment.index in choice.remat,
             kernels=choice.kernels_of(segment.index),
             time_ms=_segment_ms(analysis, problem, segment.index, choice),
         )
-        for segment in analysis.segments
+        for segment, groups in zip(analysis.segments, owned, strict=True)
     )
 
 
@@ -252,9 +248,8 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
         return ()
     program = layout.frame.program
     made = [0 if o.has_regions else _bytes(program, o, o.results) for o in program.ops]
-    whole, unruled = set[int](), set[str]()
-    found, touched, computed = Counter(), Counter(), Counter()
-    lost_ms: dict[str, float] = defaultdict(float)
+    found, touched, computed, whole = Counter(), Counter(), Counter(), set[int]()
+    lost_ms: dict[tuple[str, bool], float] = defaultdict(float)
     for op in reversed(program.ops):  # A loop follows the ops of its body.
         if op.id in whole or op.id in program.leaf_ops:
             continue
@@ -268,12 +263,11 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
             found[site] += made[op.id]
             touched[site] += _bytes(program, op, op.operands) if made[op.id] else 0
             computed[site] += call_flops(op) * op.repeat
-            unruled |= {site} if op.rule is None else set()
             inside = [op]
         else:
             continue
-        if rates is not None:
-            lost_ms[site] += _lost_ms(layout, op, inside, rates)
+        for is_known, ms in _lost_ms(layout, op, inside, rates):
+            lost_ms[site, is_known] += ms
     texts, every, products = [], sum(made), program_flops(program)
     for site, size in found.most_common():
         flops = computed[site]
@@ -282,11 +276,12 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
             kinds = [f"{size / every:.0%} of the bytes of all ops"] if is_large else []
             if flops and products:
                 kinds.append(f"{flops / products:.0%} of all FLOPs")
-            if cost := lost_ms[site]:
+            if cost := (beyond := lost_ms[site, False]) + lost_ms[site, True]:
                 least = "" if flops or not touched[site] else "at least "
                 time = f"{cost:.2f}" if cost >= 0.1 else f"{cost:.1g}"
-                beyond = ", beyond the step's estimate" * (site in unruled)
-                kinds.append(f"costs {least}{time} ms by estimate{beyond}")
+                kinds.append(f"costs {least}{time} ms by estimate")
+                if (share := f"{beyond / cost:.0%}") != "0%":
+                    kinds.append(f"{share} of it beyond the step's estimate")
             texts.append(f"{site} ({', '.join(kinds)})")
     return tuple(texts)
 
@@ -329,34 +324,41 @@ def sharded_kernels(layout: Layout) -> tuple[str, ...]:
     )
 
 
-def _lost_ms(layout: Layout, op: Op, inside: Sequence[Op], rates: Rates) -> float:
-    """Estimates the ms lost because every device runs an op (`inside`) in full.
+def _lost_ms(
+    layout: Layout, op: Op, inside: Sequence[Op], rates: Rates | None
+) -> Iterator[tuple[bool, float]]:
+    """Yields ms lost because every device runs an op (`inside`) in full.
 
     Lost is the time beyond one device's equal part, and the time to gather operands.
     Ops with a rule count as in the step's estimate: outside of blocks as 0. Other ops
-    count by the slower of FLOPs and bytes.
+    count by the slower of FLOPs and bytes. Without rates, nothing is yielded.
+
+    Yields:
+        (True if the step's estimate has this time, ms).
     """
     frame, program, mesh = layout.frame, layout.frame.program, layout.frame.mesh
-    total, terms = 0.0, Terms(frame, rates)
+    if rates is None:
+        return
+    terms, lost = Terms(frame, rates), 1 - 1 / prod(size for _, size in mesh)
     for one in inside:
         if one.has_regions or one.id in program.leaf_ops:
             continue
         if one.rule is not None:
             if frame.block_of[one.id] != NONE:
-                total += sum(terms.compute_ms(one, ((),) * len(one.rule.sizes)))
+                whole = ((),) * len(one.rule.sizes)
+                yield True, lost * sum(terms.compute_ms(one, whole))
             continue
         dtype = program.values[one.operands[0]].dtype if one.operands else "f32"
         computing = rates.matmul_ms(call_flops(one) * one.repeat, dtype)
         moved = _bytes(program, one, (*one.operands, *one.results))
-        total += max(computing, rates.memory_ms(moved))
-    gathered = 0.0
+        yield False, lost * max(computing, rates.memory_ms(moved))
     for v in dict.fromkeys(op.operands):
         spec = layout.spec(v)
         if spec and any(spec):
             whole = ((),) * len(spec)
             steps = transition(program.values[v].size_bytes, spec, (), whole, mesh)
-            gathered += op.repeat * sum(rates.collective_ms(*step) for step in steps)
-    return total * (1 - 1 / prod(size for _, size in mesh)) + gathered
+            ms = op.repeat * sum(rates.collective_ms(*step) for step in steps)
+            yield op.rule is not None, ms
 
 
 def _bytes(program: Program, op: Op, values: Iterable[int]) -> int:

@@ -381,11 +381,15 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
     both = [name for name in names if name in found]
     new = [name for name in step.arg_names if name not in planned]
     differ = {
-        name: (planned.get(name, "nothing"), found.get(name, "nothing"))
+        name: (planned.get(name, ""), found.get(name, ""))
         for name in (*both, *planned, *new)
         if found.get(name) != planned.get(name)
     }
-    lines = [f"  {name}: planned for {a}, got {b}" for name, (a, b) in differ.items()]
+    lines = [
+        f"  {name}: {f'planned for {a}' if a else 'not in the plan'}, "
+        f"{f'got {b}' if b else 'not passed'}"
+        for name, (a, b) in differ.items()
+    ]
     if (more := len(lines) - 5) > 0:
         passed = f"; passed: {len(both)} of the plan's {len(planned)} arrays"
         passed += f", and {len(new)} others" * bool(new)

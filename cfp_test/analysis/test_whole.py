@@ -94,6 +94,28 @@ def test_whole_convolutions_are_named_with_their_cost(tmp_path):
     assert 0.0 < float(cost) < plan.predicted_ms
 
 
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_costs_that_the_steps_estimate_lacks_are_said(in_loop, tmp_path):
+    """Alone and in a loop: the cost may exceed the estimate of the whole step."""
+
+    def step(w, x):
+        def once(_, h):
+            return jnp.linalg.qr(h)[0]
+
+        h = x @ w
+        h = jax.lax.fori_loop(0, 20, once, h) if in_loop else once(0, h)
+        return w - x.T @ h
+
+    args, where = (shape(64, 64), shape(16384, 64)), cfp.described("4xh100")
+    plan = cfp.plan(step, *args, mesh=where, cache_dir=tmp_path)
+    [named] = [text for text in plan.replicated_ops if "costs" in text]
+    assert named.startswith("while" if in_loop else "custom_call")
+    [cost] = re.findall(r"costs (?:at least )?([\d.]+) ms", named)
+    [share] = re.findall(r", (\d+)% of it beyond the step's estimate", named)
+    assert float(cost) * (1 - int(share) / 100) < plan.predicted_ms
+    assert float(cost) > plan.predicted_ms or not in_loop
+
+
 def written(w, x):
     y = jnp.tanh(x @ w).at[:8].set(0.0)
     return jnp.sin(y) + y

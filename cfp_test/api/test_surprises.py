@@ -159,7 +159,7 @@ def test_an_export_of_another_step_is_refused(tmp_path):
     # What differs, as `cfp run` says it.
     assert other.code == 2 and not (tmp_path / "y.jax").exists()
     assert "  x: planned for float32[32,512], got float32[64,512]\n" in other.err
-    assert "  w/bias: planned for nothing, got float32[512]\n" in other.err
+    assert "  w/bias: not in the plan, got float32[512]\n" in other.err
     assert "or plan again." in other.err
 
 

@@ -29,7 +29,7 @@ from cfp.checking.check import (
     needed_bytes,
 )
 from cfp.checking.trial import Trial, run_trial
-from cfp.cli.running import check_text
+from cfp.cli.running import check_lines
 from cfp.context import PlannerSettings
 from cfp.errors import CfpError, StepNotTraceable
 from cfp.plan import execute
@@ -515,7 +515,7 @@ def test_without_room_on_one_device_a_preset_is_the_reference(
     assert found.preset == other
     assert found.failures == []
     assert f"step as written, sharded over the same devices by {other}" in " ".join(
-        check_text(found).split()
+        " ".join(check_lines(found)).split()
     )
     assert all(step.comparison for step in found.steps)
 
@@ -783,7 +783,7 @@ def test_a_step_whose_code_names_devices_is_checked_on_these(tmp_path):
     found = trial_of(of_named_devices(), "fully_sharded", 4, tmp_path)
     assert found.preset == check_module.AS_WRITTEN
     assert found.failures == []
-    text = check_text(found)
+    text = "\n".join(check_lines(found))
     assert "equal those of the step as written on the same devices" in text
     assert "The step's code names several devices" in text
 

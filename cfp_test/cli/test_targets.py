@@ -122,6 +122,7 @@ def looked_up():
         "image": shape((8, 8), jnp.uint8),
         "phase": shape((16,), jnp.complex64),
         "keys": shape((2,), jax.random.key(0).dtype),
+        "count": shape((), jnp.int32),
     }
     return step, (shape((1000, 8), jnp.float32), batch)
 
@@ -136,6 +137,7 @@ def test_integers_that_pick_rows_are_drawn_from_all_of_them():
     assert set(np.asarray(batch["image"]).flat) == {0, 1}
     assert np.imag(np.asarray(batch["phase"])).any()
     assert batch["keys"].dtype == jax.random.key(0).dtype
+    assert batch["count"] == 1  # A random count may be a schedule's end.
 
 
 def test_concrete_and_static_arguments_stay_what_they_are():

@@ -19,7 +19,7 @@ from jax import P
 import cfp
 from cfp.checking.check import Differences, Leaf
 from cfp.checking.trial import StepResult, Trial
-from cfp.cli.running import check_text, list_failures, trial_data
+from cfp.cli.running import check_lines, trial_data
 from cfp.errors import CfpError
 from cfp.platform import flags_for_devices, make_mesh
 from cfp.program.step import flatten_step
@@ -150,7 +150,7 @@ def checked(off: float, rounding: float) -> Trial:
 
 def checked_text(off: float, rounding: float) -> str:
     """Returns the message of a check with one leaf, which is off by so much."""
-    return check_text(checked(off, rounding))
+    return "\n".join(check_lines(checked(off, rounding)))
 
 
 def test_a_check_says_how_near_a_result_came_to_what_it_may_be_off():
@@ -165,7 +165,7 @@ def test_a_check_that_fails():
     text = checked_text(1e-3, 1e-7)
     assert text.startswith("Check FAILED: ")
     assert "step 0: w is off by 0.001, may be by 1e-05" in text
-    assert list_failures(checked(1e-3, 1e-7)) == [
+    assert trial_data(checked(1e-3, 1e-7), make_plan([], []))["failures"] == [
         {"step": 0, "path": "w", "relative_l2": 1e-3, "allowed": pytest.approx(1e-5)}
     ]
 

@@ -46,8 +46,7 @@ from cfp.plan.plan import Plan
 from cfp.platform import all_meshes
 from cfp.printable import few
 from cfp.program.calling import check_keywords
-from cfp.program.jaxprs import unchecked
-from cfp.program.memory import mesh_around
+from cfp.program.jaxprs import mesh_around, unchecked
 from cfp.race.race import race
 from cfp.search.guided import Solution
 from cfp.settings import Dimension

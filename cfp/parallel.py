@@ -33,8 +33,7 @@ from cfp.printable import few
 from cfp.printable import shown as brief_text
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.store import store_path
-from cfp.program.jaxprs import trace_context_key
-from cfp.program.memory import mesh_around
+from cfp.program.jaxprs import mesh_around, trace_context_key
 from cfp.program.step import FlatStep, flatten_step
 from cfp.view.console import shown
 from cfp.view.words import PINNED_BY_FIRST
@@ -135,11 +134,11 @@ def _explained(path: str | None, changes_of: Callable[[], str]) -> Iterator[None
 class ParallelStep:
     """A step function that is planned at its first call; see :func:`parallelize`.
 
-    A call with new shapes, types or static values, or under a new configuration of
-    JAX, plans again and warns. With a saved plan it raises `PlanMismatch` if the step
-    differs. Later plans keep the first's shardings of unchanged arguments if these fit
-    in memory, except with ``preset=``, several processes of JAX, or ``jax.set_mesh`` of
-    other devices, or of the same in another order.
+    A call with new shapes, types or static values, or under another configuration of
+    JAX or ``jax.set_mesh``, plans again and warns. With a saved plan it raises
+    `PlanMismatch` if the step differs. Later plans keep the first's shardings of
+    unchanged arguments if these fit in memory, except with ``preset=``, several
+    processes of JAX, or other devices or another order of them by ``jax.set_mesh``.
 
     Attributes:
         plans: all plans, in the order in which they were made.
@@ -156,6 +155,7 @@ class ParallelStep:
         self._fn = fn
         self._given = plan
         self._mesh = mesh
+        self._fixed = plan.mesh if plan and mesh is None else mesh
         self._quiet = quiet
         self._options = {**options}
         self._steps: dict[Any, _Planned] = {}
@@ -188,7 +188,7 @@ class ParallelStep:
         return self if owner is None else MethodType(self, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        latest, now = self._latest, trace_context_key()
+        latest, now = self._latest, trace_context_key(self._fixed)
         if latest is not None and latest.configuration == now:
             leaves = latest.compiled.step.leaves_of(args, kwargs)
             if leaves is not None:
@@ -248,7 +248,7 @@ class ParallelStep:
             return ""
         before = self._latest.compiled.step
         if self._latest.configuration != now:
-            return "under another configuration of JAX"
+            return "under another configuration of JAX, or mesh of jax.set_mesh"
         if before.static != step.static:
             given, old = dict(step.static), dict(before.static)
             return f"for static arguments {brief_text(given)}, were {brief_text(old)}"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import chain, product
+from itertools import chain, compress, product
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from cfp.cost.memory import (
     can_rematerialize,
     fixed_bytes,
     host_bytes,
-    host_results,
     peak_bytes,
     residuals,
     residuals_under,
@@ -207,7 +206,7 @@ class Costs:
             shares |= dict.fromkeys(one.site.between, one.share_at_once(sizes))
         spans = [span for one in kernels for span in one.spans(program, sizes)]
         shares |= dict.fromkeys(self._results, 0.0)  # Counted in the state.
-        shares |= dict.fromkeys(host_results(program), 0.0)
+        shares |= dict.fromkeys(compress(program.outputs, program.output_memory), 0.0)
 
         @cache
         def size_of(v: int) -> int:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import compress
 from math import ceil, prod
 
 from cfp.analysis.analyze import Analysis
@@ -115,7 +116,8 @@ def _feeds_heavy(program: Program, v: int, first: int) -> bool:
 def results_beside(frame: Frame) -> list[tuple[int, int | None]]:
     """Results that need device memory of their own: they reuse no donated argument's.
 
-    Among them are copies: of undonated arguments, and of results returned twice.
+    Among them are copies: of undonated arguments, and of results returned twice. An
+    argument in host memory has no memory to reuse.
 
     Returns:
         (index of the result, index of the argument that it equals or renews, or None).
@@ -126,22 +128,23 @@ def results_beside(frame: Frame) -> list[tuple[int, int | None]]:
     for output, position in frame.renewed.items():
         # A value that renews two arguments reuses the first.
         renewed.setdefault(program.outputs[output], position)
-    in_host, seen = host_results(program), set[int]()
-    found: list[tuple[int, int | None]] = []
+    seen, found = set[int](), list[tuple[int, int | None]]()
     for place, v in enumerate(program.outputs):
+        if any(program.output_memory[place : place + 1]):
+            continue
         position = positions.get(v, renewed.get(v))
-        donated = None if position is None else program.alias[position]
-        is_new = v in seen or (donated is None and v not in in_host)
+        donated = None
+        if position is not None and not _is_in_host(program, position):
+            donated = program.alias[position]
+        is_new = v in seen or donated is None
         if (donated != place) if v in positions else is_new:
             found.append((place, position))
         seen.add(v)
     return found
 
 
-def host_results(program: Program) -> set[int]:
-    """Ids of values that a program returns in host memory."""
-    kinds = program.output_memory or ("",) * len(program.outputs)
-    return {v for v, kind in zip(program.outputs, kinds, strict=True) if kind}
+def _is_in_host(program: Program, position: int) -> bool:
+    return any(program.arg_memory[position : position + 1])
 
 
 def host_bytes(layout: Layout, positions: Iterable[int]) -> tuple[int, int]:
@@ -150,10 +153,10 @@ def host_bytes(layout: Layout, positions: Iterable[int]) -> tuple[int, int]:
     An argument in host memory is moved twice if its new value is returned there, too.
     """
     program = layout.frame.program
-    returned = host_results(program)
+    returned = {*compress(program.outputs, program.output_memory)}
     kept = moved = 0
     for position in positions:
-        if not any(program.arg_memory[position : position + 1]):
+        if not _is_in_host(program, position):
             continue
         value = program.args[position]
         size = value_bytes(layout, value, layout.arg_spec(position))
@@ -183,7 +186,7 @@ def result_bytes(layout: Layout, places: Iterable[int] | None = None) -> int:
 def argument_bytes(layout: Layout, position: int) -> int:
     """Bytes per device of argument number `position`; 0 if it is in host memory."""
     program = layout.frame.program
-    if any(program.arg_memory[position : position + 1]):
+    if _is_in_host(program, position):
         return 0
     return value_bytes(layout, program.args[position], layout.arg_spec(position))
 

@@ -56,9 +56,10 @@ from cfp.program.jaxprs import (
     check_numbers,
     checks_numbers,
     compiler_settings,
+    mesh_around,
     unchecked,
 )
-from cfp.program.memory import in_memory, mesh_around, put
+from cfp.program.memory import in_memory, put
 from cfp.program.part import Signature, shardings, signature
 from cfp.program.read import Outline, other_program
 from cfp.program.replace import erase_unread

@@ -271,7 +271,7 @@ class Plan:
         step = step.with_weak_types(step.weak.union(self.weak))
         plan = replace(plan, mesh=plan._on_mesh())
         start_devices(plan._on_mesh().local_devices)
-        step, now = typed_as_returned(step), trace_context_key()
+        step, now = typed_as_returned(step), trace_context_key(plan.mesh)
         if not step.static and (step, now) == (self.step, self.traced_under):
             step = self.step or step  # It is traced already.
         out_tree = tree_structure(step.traced.out_info)
@@ -324,14 +324,14 @@ class Plan:
         """Returns a function that runs `fn`, the planned step, under this plan.
 
         The first call compiles or loads the step, without a mesh in the plan on the
-        devices of ``jax.set_mesh`` or the first. Under another configuration of JAX, or
-        with other functions or static values in the arguments, the step is traced
-        again. Calls raise PlanMismatch if program or arguments differ from the plan's.
+        devices of ``jax.set_mesh`` or the first. Under another configuration of JAX or
+        ``jax.set_mesh``, or with other functions or static values in the arguments, the
+        step is traced again. Calls raise PlanMismatch if program or arguments differ.
         """
         compiled = deque[tuple[Hashable, CompiledStep]](maxlen=_MOST_TRACES)
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            changed, now = None, trace_context_key()
+            changed, now = None, trace_context_key(self.mesh)
             for one in [one for under, one in compiled if under == now]:
                 try:
                     look = one.look(args, kwargs)

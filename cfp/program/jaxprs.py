@@ -30,6 +30,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import mlir
+from jax.sharding import Mesh
 
 from cfp.errors import CfpError
 
@@ -52,9 +53,21 @@ _ALSO = {
 _others = attrgetter(*(name for name in _ALSO if hasattr(jax.config, name)))
 
 
-def trace_context_key() -> Hashable:
-    """Key of this thread's JAX settings that may change a trace or its execution."""
-    return trace_context(), _others(jax.config)
+def trace_context_key(mesh: Any) -> Hashable:
+    """Key of this thread's JAX settings that may change a trace or its execution.
+
+    If `mesh` is None, the key has the mesh of ``jax.set_mesh``.
+    """
+    asks = mesh is None and not jax.sharding.get_abstract_mesh().empty  # It is fast.
+    return trace_context(), _others(jax.config), mesh_around() if asks else None
+
+
+def mesh_around() -> Mesh | None:
+    """Returns the mesh of ``jax.set_mesh``; None without it, or while JAX traces."""
+    # JAX refuses to name devices while it traces.
+    with contextlib.suppress(ValueError):
+        return None if (found := jax.sharding.get_mesh()).empty else found
+    return None
 
 
 def compiler_settings() -> tuple[tuple[str, str], ...]:

@@ -6,7 +6,6 @@ Functions read the memory and the sharding of arrays, and move arrays to others.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeGuard, TypeVar
 
@@ -125,13 +124,6 @@ def auto_mesh(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names)
 
 
-def mesh_around() -> Mesh | None:
-    """Returns the mesh of ``jax.set_mesh``; None without it, or while JAX traces."""
-    with suppress(ValueError):  # JAX refuses to name devices while it traces.
-        return None if (found := jax.sharding.get_mesh()).empty else found
-    return None
-
-
 def mesh_of_results(mesh: Mesh, explicit: Iterable[NamedSharding | None]) -> Mesh:
     """Returns `mesh` if `explicit` has a sharding or ``jax.set_mesh`` an explicit axis.
 
@@ -143,21 +135,14 @@ def mesh_of_results(mesh: Mesh, explicit: Iterable[NamedSharding | None]) -> Mes
 
 def on_auto_mesh(sharding: NamedSharding) -> NamedSharding:
     """Returns the sharding on `auto_mesh`; itself if its mesh is abstract."""
-    if not isinstance(sharding.mesh, Mesh):
-        return sharding
-    mesh, kind = auto_mesh(sharding.mesh), sharding.memory_kind
-    return NamedSharding(mesh, sharding.spec, memory_kind=kind)
+    mesh = sharding.mesh
+    return sharding.update(mesh=auto_mesh(mesh)) if isinstance(mesh, Mesh) else sharding
 
 
 def in_memory(shardings: Sequence[_S], kinds: Sequence[str]) -> tuple[_S, ...]:
     """Returns shardings in kinds of memory; "" and an empty `kinds` change nothing."""
-    if not any(kinds):
-        return tuple(shardings)
-    found: list[Any] = [
-        sharding.with_memory_kind(kind) if kind else sharding
-        for sharding, kind in zip(shardings, kinds, strict=True)
-    ]
-    return tuple(found)
+    pairs: Any = zip(shardings, kinds or [""] * len(shardings), strict=True)
+    return tuple(one.with_memory_kind(kind) if kind else one for one, kind in pairs)
 
 
 def placed_avals(
@@ -165,9 +150,7 @@ def placed_avals(
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Adds to types the shardings in host memory, or on meshes with explicit axes."""
     return tuple(
-        jax.ShapeDtypeStruct(
-            aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding
-        )
+        aval.update(sharding=sharding)
         if sharding.memory_kind in _OF_THE_HOST or is_explicit(sharding)
         else aval
         for aval, sharding in zip(avals, shardings, strict=True)

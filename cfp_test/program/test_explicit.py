@@ -153,6 +153,33 @@ def test_plans_use_the_order_of_set_mesh(tmp_path):
         cfp.Plan.load(tmp_path / "plan.json").apply(jnp.tanh)(x)
 
 
+def test_a_step_follows_set_mesh_to_other_devices_of_equal_axes(tmp_path):
+    """JAX's own key has axes, and no devices. A mesh that is given stays."""
+    meshes = [jax.make_mesh((2,), ("x",), devices=d) for d in HALVES]
+    how = {"preset": "data_parallel", "cache_dir": tmp_path, "quiet": True}
+    x = np.ones((4, 8), np.float32)
+    cfp.plan(jnp.tanh, x, mesh=meshes[0], **how).save(tmp_path / "plan.json")
+    loaded = cfp.Plan.load(tmp_path / "plan.json")
+    anew = cfp.parallelize(jnp.tanh, **how)
+    moving = [loaded.apply(jnp.tanh), cfp.parallelize(jnp.tanh, plan=loaded), anew]
+    given = cfp.parallelize(jnp.tanh, mesh=meshes[0], **how)
+    staying = [given, loaded.on(meshes[0]).apply(jnp.tanh)]
+    with jax.set_mesh(meshes[0]):
+        for run in [*moving, *staying]:
+            assert run(x).sharding.device_set == {*HALVES[0]}
+    with jax.set_mesh(meshes[1]):
+        for run in moving:
+            warns = pytest.warns(UserWarning, match="or mesh of jax.set_mesh")
+            with warns if run is anew else nullcontext():
+                assert run(x).sharding.device_set == {*HALVES[1]}
+        for run in staying:
+            assert run(x).sharding.device_set == {*HALVES[0]}
+    with jax.set_mesh(meshes[0]):  # Both plans are kept.
+        for run in moving:
+            assert run(x).sharding.device_set == {*HALVES[0]}
+    assert (len(anew.plans), len(given.plans)) == (2, 1)
+
+
 def test_a_loaded_plan_is_used_while_jax_traces(tmp_path):
     """JAX then refuses to name the devices of `jax.set_mesh`."""
     x = np.ones((4, 8), np.float32)

@@ -12,7 +12,7 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import lay_out
 from cfp.analysis.presets import presets
 from cfp.context import DetailedSettings
-from cfp.cost.memory import argument_bytes
+from cfp.cost.memory import argument_bytes, results_beside
 from cfp.program.constrain import Constraints
 from cfp.program.part import cut_part, lower_part
 from cfp.program.step import flatten_step
@@ -158,6 +158,36 @@ def test_what_the_host_has_is_no_memory_of_the_devices(mesh):
         name: argument_bytes(layout, i) for i, name in enumerate(program.arg_names)
     }
     assert needs["state/momentum"] == 0 and needs["state/weights"] == 4 * 8 * 16
+
+
+RETURNED = {
+    # The returned momentum and another result; results with device memory of their own.
+    "unchanged": (lambda old, new: (old, None), []),
+    "updated": (lambda old, new: (jax.device_put(new, Space.Host), None), []),
+    "twice": (lambda old, new: (jax.device_put(new, Space.Host),) * 2, []),
+    "on both": (lambda old, new: (jax.device_put(new, Space.Host), new), [2]),
+    "on the device": (lambda old, new: (jax.device_put(old, Space.Device), None), [0]),
+}
+
+
+@pytest.mark.parametrize("where", RETURNED)
+@pytest.mark.parametrize("donated", [True, False])
+def test_results_in_the_memory_of_the_host_need_none_of_the_devices(
+    where, donated, mesh
+):
+    returned, wanted = RETURNED[where]
+
+    def step(state, x):
+        new = jax.device_put(state["momentum"], Space.Device) * 0.9 + x.sum()
+        momentum, more = returned(state["momentum"], new)
+        return {"momentum": momentum, "weights": state["weights"] - new}, more
+
+    how = {"donate_argnums": 0} if donated else {}
+    flat = flatten_step(step, (state_on(mesh), data()), **how)
+    program, _ = trace(flat, jax.sharding.AbstractMesh((2,), ("x",)))  # As for GPUs.
+    frame = analyze(program, (("x", 2),)).frame
+    found = [place for place, _ in results_beside(frame)]
+    assert found == sorted([*wanted, *[1] * (not donated)])
 
 
 @pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit], ids=["plain", "jit"])

@@ -119,7 +119,7 @@ def brief(fn: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             return fn(*args, **kwargs)
         except CfpError as error:
-            if "CFP_TRACEBACK" in os.environ:
+            if os.environ.get("CFP_TRACEBACK"):
                 raise
             raise error.with_traceback(None) from error.__cause__
 

@@ -73,14 +73,14 @@ class Membership:
         process_id: int | None,
         environment: Mapping[str, str],
     ) -> Membership | None:
-        """Reads each value from its argument, else the environment; None without any.
+        """Reads arguments, else variables that are not ""; returns None without any.
 
         Raises:
             ProcessError: only some values are given, or one is invalid.
         """
         count = _number(PROCESSES, processes, environment)
         mine = _number(PROCESS_ID, process_id, environment)
-        where = coordinator or environment.get(COORDINATOR)
+        where = coordinator or environment.get(COORDINATOR) or None
         if where is None and count is None and mine is None:
             return None
         host, colon, port = (where or "").rpartition(":")
@@ -202,9 +202,8 @@ def _look(member: Membership, end: float, join_seconds: int) -> None:
 
 
 def _number(name: str, given: int | None, environment: Mapping[str, str]) -> int | None:
-    if given is not None or name not in environment:
+    if given is not None or not (text := environment.get(name)):
         return given
-    text = environment[name]
     if not text.isdecimal():
         raise ProcessError(f"{name} is {text!r}. Expected a number, such as 2.")
     return int(text)

@@ -343,7 +343,7 @@ def _with_one_message(
         if unknown := re.search(r"no option (--\S+), and neither has", str(error)):
             for near in {*get_close_matches(unknown[1], own, 1, 0.75)} - {unknown[1]}:
                 print(f"Did you mean the command's {near}?", file=sys.stderr)
-        if TRACEBACK in os.environ:
+        if os.environ.get(TRACEBACK):
             traceback.print_exception(error)
         raise typer.Exit(2) from error
     except KeyboardInterrupt as error:

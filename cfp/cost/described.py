@@ -621,6 +621,6 @@ def _memory_bytes(mesh: Mesh) -> float:
     """All bytes of a device; without JAX's limit, as on CPUs, a part of the host's."""
     stats = mesh.local_devices[0].memory_stats() or {}
     if "bytes_limit" in stats:
-        fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
+        fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75)
         return stats["bytes_limit"] / fraction
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size

@@ -271,7 +271,7 @@ def is_follower() -> bool:
     """True except in process 0; by `CFP_PROCESS_ID` before joining. Opens no device."""
     if (talk := coordination()) is not None:
         return talk.channel.process != 0
-    return os.environ.get(PROCESS_ID, "0") != "0"
+    return os.environ.get(PROCESS_ID, "") not in ("", "0")
 
 
 def _processes(mesh: Mesh) -> set[int]:

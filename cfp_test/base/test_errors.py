@@ -162,3 +162,17 @@ def test_a_traceback_has_no_frames_of_planning():
             run()
         assert len(caught.traceback) <= most
         assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize(("value", "has_inner"), [("", False), ("1", True)])
+def test_inner_frames_are_shown_if_the_variable_is_not_empty(
+    monkeypatch, value, has_inner
+):
+    @errors.brief
+    def fails():
+        raise errors.CfpError("The test has failed. Call nothing.")
+
+    monkeypatch.setenv("CFP_TRACEBACK", value)
+    with pytest.raises(errors.CfpError) as found:
+        fails()
+    assert (fails.__name__ in [one.name for one in found.traceback]) == has_inner

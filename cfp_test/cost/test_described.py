@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import replace
 from importlib import resources
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from jax.sharding import Mesh
 
 import cfp
-from cfp.cost.described import cluster_of, description_of, kind, kinds
+from cfp.cost.described import _memory_bytes, cluster_of, description_of, kind, kinds
 from cfp.errors import CfpError
 from cfp.passes import outer_axes
 from cfp.profiling.collectives import Rates, sent_share
@@ -296,3 +297,10 @@ def test_tpus_are_taken_as_published():
 
 def test_names_of_kinds_are_distinct():
     assert len(kinds()) == len(set(kinds()))
+
+
+@pytest.mark.parametrize(("share", "whole"), [("", 1000), ("0.5", 1500)])
+def test_an_empty_share_of_memory_is_the_usual_one(monkeypatch, share, whole):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", share)
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 750})
+    assert _memory_bytes(SimpleNamespace(local_devices=[device])) == whole

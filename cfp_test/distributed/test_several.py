@@ -15,7 +15,7 @@ import cfp
 from cfp.errors import ProcessError
 from cfp.passes import PlanOptions
 from cfp.platform import Membership
-from cfp.profiling.coordination import check_alike
+from cfp.profiling.coordination import check_alike, is_follower
 from cfp.variants import facts_of
 from cfp_test.distributed.hosts_of_several import ROWS, WIDTH, numbers, train_step
 from cfp_test.distributed.several import Ended, described, ends, run_all, start
@@ -290,10 +290,16 @@ def test_processes_with_other_programs(all_endings):
     assert_both_tell(all_endings["other-program", "1"], "the program")
 
 
+VARIABLES = "CFP_COORDINATOR", "CFP_PROCESSES", "CFP_PROCESS_ID"
+
+
 @pytest.mark.parametrize(
     ("given", "environment", "found"),
     [
         ((None, None, None), {}, None),
+        ((None, None, None), dict.fromkeys(VARIABLES, ""), None),
+        ((None, None, None), {"CFP_COORDINATOR": ""}, None),
+        (("a:1", 2, None), {"CFP_PROCESS_ID": ""}, "process id missing"),
         (("a:1", 2, 0), {}, ("a:1", 2, 0)),
         (
             (None, None, None),
@@ -320,3 +326,11 @@ def test_which_process_this_is(given, environment, found):
         else member
         == Membership(coordinator=found[0], processes=found[1], process_id=found[2])
     )
+
+
+@pytest.mark.parametrize("value", [None, "", "0", "1"])
+def test_without_a_process_id_a_process_is_the_first(monkeypatch, value):
+    monkeypatch.delenv("CFP_PROCESS_ID", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CFP_PROCESS_ID", value)
+    assert is_follower() == (value == "1")

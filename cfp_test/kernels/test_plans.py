@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from unittest.mock import patch
 
 import jax
@@ -22,10 +23,12 @@ from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.race.programs import RaceOutcome
 from cfp.search.guided import Candidate, Solution
-from cfp.settings import Replacing
+from cfp.search.requests import constraints_of
+from cfp.settings import ConstraintLevel, Replacing
 from cfp.view.evidence import with_figures
 from cfp.view.text import explain_text
 from cfp_test.programs.common import normal
+from cfp_test.support.checking import make_mesh
 from cfp_test.support.golden import plan_text
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -418,3 +421,23 @@ def test_memory_is_estimated_as_a_kernel_needs_it(tmp_path):
     scores = 4 * HEADS * TOKENS * TOKENS * 4 // 4  # Four sequences on four devices.
     assert whole.predicted_bytes - small.predicted_bytes > scores
     assert small.predicted_bytes < plain.predicted_bytes / 2
+
+
+@pytest.mark.parametrize("level", ConstraintLevel)
+def test_the_reads_of_a_kernel_are_not_constrained(level):
+    """A product that sums groups of heads is held, until a kernel replaces it."""
+
+    def mixed(q, k, v):
+        scores = jnp.einsum("bqngd,bknd->bngqk", q, k)
+        out = jnp.einsum("bngqk,bknd->bqngd", jax.nn.softmax(scores), v)
+        return jnp.square(out).sum()
+
+    q, k = normal(0, 4, 16, 4, 2, 8), normal(1, 4, 16, 4, 8)
+    step = flatten_step(jax.grad(mixed, (0, 1, 2)), (q, k, k))
+    analysis = analyze_step(step, make_mesh((("x", 2), ("y", 2)))).analysis
+    kernels = [(one.index, (("attention", "xla"),)) for one in analysis.segments]
+    choice = replace(presets(analysis.frame)["data_parallel"], kernels=tuple(kernels))
+    found = constraints_of(analysis, choice, level)
+    read = {use for one in found.replaced for s in one.stages for use in s.reads}
+    assert any(analysis.frame.program.ops[op].rule.held for op, _ in read)
+    assert found.uses.keys().isdisjoint(read)

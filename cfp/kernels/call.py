@@ -26,6 +26,7 @@ from cfp.kernels.problem import (
     Given,
     Mask,
     Window,
+    padded,
     problem_of,
     segments_of,
 )
@@ -55,7 +56,7 @@ class HeadFit:
 
     def queries(self, q: Array) -> Array:
         """Pads [batch, tokens, heads, head_dim] with heads of zeros."""
-        return padded(q, 2, self.heads)
+        return padded(q, {2: self.heads})
 
     def keys(self, k: Array) -> Array:
         """Repeats and pads the heads of [batch, tokens, kv_heads, head_dim]."""
@@ -63,7 +64,7 @@ class HeadFit:
             # In float32, so that the gradients of copies are summed in it.
             wide = jnp.repeat(k.astype(jnp.float32), self.repeats, axis=2)
             k = wide.astype(k.dtype)
-        return padded(k, 2, self.padded_kv_heads)
+        return padded(k, {2: self.padded_kv_heads})
 
 
 def fit_heads(heads: int, kv_heads: int, parts: int) -> HeadFit:
@@ -83,12 +84,6 @@ def fit_heads(heads: int, kv_heads: int, parts: int) -> HeadFit:
         if group % repeats == 0
     ]
     return min(fits, key=lambda fit: (fit.heads + fit.padded_kv_heads, fit.heads))
-
-
-def padded(x: Array, dim: int, count: int) -> Array:
-    """Appends zeros along a dim, up to `count` numbers."""
-    more = [(0, count - n if d == dim else 0) for d, n in enumerate(x.shape)]
-    return jnp.pad(x, more) if count > x.shape[dim] else x
 
 
 def attention(
@@ -124,7 +119,7 @@ def attention(
         is unbounded. One number is for both sides.
       segment_ids: [batch, tokens] int32: a query sees only keys of its own id. A pair
         has the ids of queries and of keys.
-      key_lengths: [batch] int32: number of keys of each sequence, at least one; the
+      key_lengths: [batch] integers: number of keys of each sequence, at least one; the
         others are padding. Not together with segment ids.
       bias: [1 or batch, 1 or heads, queries, keys] floats, added after the soft cap.
         cuDNN needs the dtype of q; "chunked" and sharded keys take none.
@@ -296,9 +291,8 @@ class _Choice:
         q, query_ids = self._ordered(q, queries), self._ordered(query_ids, queries)
         k, v, key_ids = (self._ordered(x, keys) for x in (k, v, key_ids))
         if bias is not None:
-            more_heads = self.heads.heads - heads if bias.shape[1] > 1 else 0
-            more = (0, more_heads, queries - bias.shape[2], keys - bias.shape[3])
-            bias = jnp.pad(bias, [(0, n) for n in more])
+            all_heads = self.heads.heads if bias.shape[1] > 1 else 1
+            bias = padded(bias, {1: all_heads, 2: queries, 3: keys})
 
         spec, ids = strategy.spec(), strategy.segment_specs()
         given = {"q": q, "k": k, "v": v}
@@ -331,7 +325,7 @@ class _Choice:
                 f"The {x.shape[1]} tokens in zigzag order are no multiple of "
                 f"{strategy.token_multiple}. Pad sequences before they are converted."
             )
-        x = padded(x, 1, tokens)
+        x = padded(x, {1: tokens})
         converts = strategy.zigzag and self.converts
         return to_zigzag(x, strategy.ring_ranks) if converts else x
 
@@ -400,6 +394,7 @@ def attention_options(
     causal: bool = False,
     window: Window = None,
     segment_ids: Any = None,
+    key_lengths: Any = None,
     bias: Any = None,
     softcap: float | None = None,
     scale: float | None = None,
@@ -409,7 +404,7 @@ def attention_options(
     """Lists all strategies with all implementations, without running any.
 
     Args:
-      q, k, v, causal, window, segment_ids, bias, softcap, scale: as for
+      q, k, v, causal, window, segment_ids, key_lengths, bias, softcap, scale: as for
         `cfp.attention`; only shapes and dtypes of arrays matter.
       mesh: each of its axes gets each role, or none, in all combinations; without it,
         only the strategy without roles is listed.
@@ -428,6 +423,7 @@ def attention_options(
         causal=causal,
         window=window,
         segment_ids=segment_ids,
+        key_lengths=key_lengths,
         bias=bias,
         softcap=softcap,
         scale=scale,

@@ -21,6 +21,7 @@ from cfp.kernels.problem import (
     Mask,
     Scores,
     may_meet,
+    padded,
     positions_of,
 )
 
@@ -158,21 +159,15 @@ def _even(
         keys=bound,
         query_positions=query,
         key_positions=jnp.pad(key, (0, more_k), constant_values=BEYOND),
-        query_segments=_pad(mask.query_segments, more_q),
-        key_segments=_pad(mask.key_segments, more_k),
+        query_segments=padded(mask.query_segments, {1: queries + more_q}),
+        key_segments=padded(mask.key_segments, {1: keys + more_k}),
     )
-    filled_q = [jnp.asarray(_pad(one, more_q)) for one in by_query]
-    return mask, filled_q, [jnp.asarray(_pad(one, more_k)) for one in by_key]
+    filled_q = [padded(one, {1: queries + more_q}) for one in by_query]
+    return mask, filled_q, [padded(one, {1: keys + more_k}) for one in by_key]
 
 
 def _missing(count: int) -> int:
     return 0 if count <= CHUNK else -count % CHUNK
-
-
-def _pad(x: Array | None, more: int) -> Array | None:
-    if x is None or not more:
-        return x
-    return jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2))
 
 
 def _mask_of(mask: Mask, query: Array, queries: int, key: Array, keys: int):

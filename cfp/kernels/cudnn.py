@@ -8,6 +8,7 @@ module of JAX is imported.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from cfp.errors import CfpError
-from cfp.kernels.problem import AttentionProblem, Mask, Scores, finite_bias
+from cfp.kernels.problem import AttentionProblem, Mask, Scores, finite_bias, padded
 from cfp.program.jaxprs import equations
 
 FORWARD = "dot_product_attention_fwd_wrapper"
@@ -57,9 +58,6 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
             f"it would round the bias, which it adds in {problem.dtype}; to use it, "
             f"cast the bias to {problem.dtype}"
         )
-    is_odd = problem.queries % 2 or problem.keys % 2
-    if is_odd and (problem.bias or problem.hides_keys):
-        return "a bias, a mask or key lengths need even numbers of queries and keys"
     return None
 
 
@@ -78,18 +76,28 @@ def _least_capability() -> float | None:
 def whole(
     q: Array, k: Array, v: Array, scores: Scores, mask: Mask, bias: Array | None
 ) -> Array:
-    """Computes what `refusal` accepts by JAX's public function, differentiably."""
+    """Computes what `refusal` accepts by JAX's public function, differentiably.
+
+    JAX refuses gradients for odd numbers of tokens, so zeros fill these up.
+    """
+    queries, keys = q.shape[1], k.shape[1]
+    if keys % 2 and not (mask.causal and queries <= keys):
+        mask = replace(mask, keys=mask.keys or keys)  # Hides the added key.
+    wide, long = queries + queries % 2, keys + keys % 2
+    q, k, v = padded(q, {1: wide}), padded(k, {1: long}), padded(v, {1: long})
+    if bias is not None:
+        bias = padded(finite_bias(bias, q.dtype), {2: wide, 3: long})
     return jax.nn.dot_product_attention(
         q,
         k,
         v,
-        bias=None if bias is None else finite_bias(bias, q.dtype),
+        bias=bias,
         scale=scores.scale,
         is_causal=mask.causal,
         key_value_seq_lengths=mask.lengths(q.shape[0]),
         local_window_size=None if mask.left is None else (mask.left, 0),
         implementation="cudnn",
-    )
+    )[:, :queries]
 
 
 def attend(

@@ -16,8 +16,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 
 from cfp.errors import PlanMismatch
-from cfp.kernels.call import attention, padded
-from cfp.kernels.problem import NO_MASK, ROLES, finite_bias, visible
+from cfp.kernels.call import attention
+from cfp.kernels.problem import NO_MASK, ROLES, finite_bias, padded, visible
 from cfp.kernels.registry import KERNELS
 
 # Names of a tensor's dims, see `core.ORDER`; "" is a dim of size 1.
@@ -180,8 +180,9 @@ class AttentionFunctions:
                 _spread(x, letters, orders[name], sizes)
                 for x, (_, _, letters), name in reads
             )
-            wide = max(q4.shape[-1], v4.shape[-1])  # Zeros add nothing to products.
-            own, (q4, k4, v4) = v4.shape[-1], [padded(x, 3, wide) for x in (q4, k4, v4)]
+            own, wide = v4.shape[-1], max(q4.shape[-1], v4.shape[-1])
+            # Zeros add nothing to products.
+            q4, k4, v4 = (padded(x, {3: wide}) for x in (q4, k4, v4))
             sides = self._sides(one.reads[3:], rest, sizes)
             out = _attend(q4, k4, v4, mesh, self.way, self.meaning, sides)
             if self.meaning.empty:

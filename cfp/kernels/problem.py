@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod, sqrt
+from operator import contains
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -79,19 +80,16 @@ class Mask:
     def lengths(self, batch: int) -> Array | None:
         """`key_lengths`, by default `keys` for each sequence; None if both are None."""
         if self.key_lengths is not None:
-            return self.key_lengths
+            return jnp.asarray(self.key_lengths, jnp.int32)
         return None if self.keys is None else jnp.full(batch, self.keys, jnp.int32)
 
     def without_positions(self) -> Mask:
         """The mask with its segments and key lengths alone."""
         return replace(
-            self,
-            causal=False,
-            left=None,
-            right=None,
-            keys=None,
-            query_positions=None,
-            key_positions=None,
+            NO_MASK,
+            query_segments=self.query_segments,
+            key_segments=self.key_segments,
+            key_lengths=self.key_lengths,
         )
 
 
@@ -222,7 +220,7 @@ def problem_of(
     """Describes a call of `cfp.attention`; arrays may be ShapeDtypeStructs.
 
     Raises:
-      CfpError: q, k, v, ids or the bias do not fit, or ids and key lengths are given.
+      CfpError: arrays do not fit together, or ids and key lengths are given.
     """
     shapes = tuple(tuple(x.shape) for x in (q, k, v))
     fits = (
@@ -245,12 +243,15 @@ def problem_of(
     if causal:
         right = None  # The causal mask hides these keys.
     query_ids, key_ids = segments_of(segment_ids)
-    for ids, tokens in ((query_ids, queries), (key_ids, keys)):
-        if ids is not None and tuple(ids.shape) != (batch, tokens):
+    for name, x, shape in (
+        ("segment_ids=(of_queries, ...)", query_ids, (batch, queries)),
+        ("segment_ids=(..., of_keys)", key_ids, (batch, keys)),
+        ("key_lengths", key_lengths, (batch,)),
+    ):
+        if x is not None and (tuple(x.shape) != shape or x.dtype.kind not in "biu"):
             raise CfpError(
-                f"Segment ids of shape {list(ids.shape)} do not fit their tokens. Pass "
-                f"[batch, tokens] = [{batch}, {tokens}], or "
-                "segment_ids=(ids_of_queries, ids_of_keys)."
+                f"{name} does not fit the queries and keys: {x.dtype}{list(x.shape)}. "
+                f"Pass int32{list(shape)}."
             )
     if key_lengths is not None and query_ids is not None:
         raise CfpError(
@@ -261,7 +262,10 @@ def problem_of(
             f"The bias is of {bias.dtype}. Pass floats that are added to the scores, "
             "such as jnp.where(mask, 0.0, -1e9)."
         )
-    if bias is not None and not _broadcasts(bias.shape, (batch, heads, queries, keys)):
+    sizes = (1, batch), (1, heads), (queries,), (keys,)
+    if bias is not None and (
+        len(bias.shape) != 4 or not all(map(contains, sizes, bias.shape))
+    ):
         raise CfpError(
             f"The bias of shape {list(bias.shape)} does not fit the scores. Pass "
             f"one of shape [1 or {batch}, 1 or {heads}, {queries}, {keys}], such as "
@@ -287,6 +291,14 @@ def problem_of(
     )
 
 
+def padded(x: Any, sizes: Mapping[int, int]) -> Any:
+    """Appends zeros to an array along dims, {dim: new size}; None stays None."""
+    if x is None:
+        return None
+    more = [(0, sizes.get(d, n) - n) for d, n in enumerate(x.shape)]
+    return jnp.pad(x, more) if any(map(any, more)) else x
+
+
 def finite_bias(bias: Array, dtype: Any) -> Array:
     """Casts a bias; values below half the dtype's minimum are raised to that half."""
     least = float(jnp.finfo(dtype).min) / 2
@@ -295,19 +307,7 @@ def finite_bias(bias: Array, dtype: Any) -> Array:
 
 def segments_of(segment_ids: Any) -> tuple[Any, Any]:
     """Returns (ids of queries, ids of keys) from one array, a pair or None."""
-    if isinstance(segment_ids, tuple):
-        query_ids, key_ids = segment_ids
-        return query_ids, key_ids
-    return segment_ids, segment_ids
-
-
-def _broadcasts(shape: tuple[int, ...], scores: tuple[int, ...]) -> bool:
-    return (
-        len(shape) == 4
-        and shape[0] in (1, scores[0])
-        and shape[1] in (1, scores[1])
-        and tuple(shape[2:]) == scores[2:]
-    )
+    return segment_ids if isinstance(segment_ids, tuple) else (segment_ids,) * 2
 
 
 BATCH, HEADS = "batch", "heads"
@@ -367,8 +367,7 @@ class AttentionStrategy:
     @property
     def spread(self) -> str | None:
         """The axis along which keys are gathered or rotate in a ring, or None."""
-        axes = self.axes(*_SPREAD)
-        return axes[0] if axes else None
+        return next(iter(self.axes(*_SPREAD)), None)
 
     @property
     def zigzag(self) -> bool:
@@ -436,10 +435,13 @@ class AttentionStrategy:
     def _refused_by(self, kernel: Kernel, problem: AttentionProblem) -> str | None:
         if kernel.any_positions:
             return None
+        least = self.token_multiple // self.parts(ULYSSES)
+        sizes = [self.filled(n) // least for n in (problem.queries, problem.keys)]
         for unable, what in (
             ((problem.left, problem.right) != (None, None), "a window"),
             (problem.segments, "segments or key lengths"),
             (problem.padded_keys, "padded keys"),
+            (any(n % 2 for n in sizes), "odd numbers of tokens"),
         ):
             if unable:
                 return f"{kernel.name} cannot compute blocks of keys with {what}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax._src.interpreters import mlir
 
 from cfp.kernels import plain
-from cfp.kernels.problem import NO_MASK, Scores
+from cfp.kernels.problem import NO_MASK, Mask, Scores
 
 
 @contextmanager
@@ -47,16 +48,23 @@ def _turned(layout: int, *arrays: jax.Array) -> list[jax.Array]:
     return [x.swapaxes(1, 2) if layout else x for x in arrays]
 
 
-def _mask(mask_type: Any) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(NO_MASK, causal=mask_type.name == "CAUSAL")
-
-
-def _forward(q, k, v, *_, scale, mask_type, layout, is_training, **more):
-    out, lse = plain.attend(
-        *_turned(layout, q, k, v), Scores(scale=float(scale)), _mask(mask_type)
+def _mask(mask_type: Any, q: jax.Array, k: jax.Array, lengths: jax.Array) -> Mask:
+    """The mask of queries and keys [batch, tokens, heads, head_dim]."""
+    mask = replace(NO_MASK, causal="CAUSAL" in mask_type.name)
+    if "PADDING" not in mask_type.name:
+        return mask
+    is_padding = jnp.arange(k.shape[1]) >= lengths[:, None]
+    return replace(
+        mask,
+        query_segments=jnp.zeros(q.shape[:2], jnp.int32),
+        key_segments=is_padding.astype(jnp.int32),
     )
+
+
+def _forward(q, k, v, *rest, scale, mask_type, layout, is_training, **more):
+    q4, k4, v4 = _turned(layout, q, k, v)
+    mask = _mask(mask_type, q4, k4, rest[2])
+    out, lse = plain.attend(q4, k4, v4, Scores(scale=float(scale)), mask)
     [out] = _turned(layout, out.astype(q.dtype))
     return [out, lse.swapaxes(1, 2)] if is_training else [out]
 
@@ -67,7 +75,8 @@ def _backward(q, k, v, *rest, scale, mask_type, layout, **more):
     q4, k4, v4, out, dout = _turned(layout, q, k, v, out, dout)
     rows = q4, out, lse.swapaxes(1, 2), dout
     scores = Scores(scale=float(scale))
-    grads = plain.gradients(rows, k4, v4, scores, _mask(mask_type))
+    mask = _mask(mask_type, q4, k4, rest[2])
+    grads = plain.gradients(rows, k4, v4, scores, mask)
     grads = _turned(layout, *grads)
     return [g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)]
 

@@ -1,6 +1,8 @@
 """Kernels of one device, what rules them out, and what cfp.attention does with both."""
 
+import inspect
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from cfp.kernels.problem import (
     Mask,
     Scores,
     may_meet,
+    problem_of,
     visible,
 )
 from cfp.kernels.ring import from_zigzag, local_positions, to_zigzag, zigzag_order
@@ -237,6 +240,27 @@ def test_options_say_what_is_possible_and_why_not():
     assert capped["batch", "cudnn"] == "it computes no soft cap"
 
 
+def test_options_take_the_arguments_of_the_attention():
+    own = {"mesh", "strategy", "implementation", "zigzag_tokens", "platform"}
+    problem, attention, listed = (
+        {*inspect.signature(one).parameters} - own
+        for one in (problem_of, cfp.attention, cfp.attention_options)
+    )
+    assert problem == attention == listed
+    lengths = options(*shapes(), key_lengths=jax.ShapeDtypeStruct((4,), jnp.int32))
+    assert lengths["ulysses", "cudnn"] is None
+    assert "segments or key lengths" in lengths["ring", "cudnn"]
+
+
+def test_blocks_of_odd_numbers_of_tokens_are_refused():
+    """JAX refuses the gradients of such blocks, which a ring cannot fill up."""
+    for tokens, odd in ((4 * 6, "zigzag"), (4 * 5, "ring"), (4 * 5, "all_gather")):
+        found = options(*shapes(tokens=tokens), causal=True)
+        assert "odd numbers of tokens" in found[odd, "cudnn"]
+    found = options(*shapes(tokens=4 * 6), causal=True)
+    assert found["ring", "cudnn"] is found["ulysses", "cudnn"] is None
+
+
 def test_two_axes_have_each_pair_of_roles():
     mesh = mesh_of({"x": 2, "y": 2})
     found = cfp.attention_options(*shapes(), mesh=mesh)
@@ -262,7 +286,10 @@ IDS = jnp.zeros((2, 8), jnp.int32)
         ({"bias": jnp.zeros((8, 8))}, "does not fit the scores"),
         ({"bias": jnp.ones((1, 1, 8, 8), bool)}, "The bias is of bool"),
         ({"key_lengths": jnp.ones(2, int), "segment_ids": IDS}, "Key lengths came"),
-        ({"segment_ids": jnp.zeros((1, 3), jnp.int32)}, "Segment ids .* do not fit"),
+        ({"segment_ids": jnp.zeros((1, 3), jnp.int32)}, r"ids=\(of_queries"),
+        ({"key_lengths": jnp.ones(1, int)}, r"int32\[1\]. Pass int32\[2\]"),
+        ({"key_lengths": jnp.ones((2, 1), int)}, r"Pass int32\[2\]\."),
+        ({"key_lengths": jnp.ones(2)}, r"keys: float32\[2\]"),
         ({"strategy": "batch"}, "2 sequences do not divide into 4 parts"),
         ({"strategy": "ring", "zigzag_tokens": True}, "takes no tokens in zigzag"),
     ],
@@ -317,6 +344,35 @@ def test_cudnn_in_parts_is_attention(cudnn_on_cpu, strategy):
     )
     for one, other in zip(mine, right, strict=True):
         assert distance(one, other) < 5e-3
+
+
+@pytest.mark.parametrize("lengths", [None, np.array([5, 8], np.uint8)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "how"),
+    [
+        (9, 9, {}),
+        (9, 9, {"causal": True}),
+        (9, 6, {"causal": True}),
+        (8, 5, {"causal": True}),
+        (6, 9, {"mesh": {"x": 3}, "strategy": "ulysses"}),
+        (8, 8, {"mesh": {"x": 3}, "strategy": "ulysses"}),
+    ],
+)
+def test_cudnn_computes_odd_numbers_of_tokens(monkeypatch, queries, keys, how, lengths):
+    """JAX's checks refuse their gradients, with a mask or without."""
+    monkeypatch.setattr(call, "platform_of", lambda mesh: "cuda")
+    how = {**how, **({"mesh": mesh_of(how["mesh"])} if "mesh" in how else {})}
+    if lengths is not None:
+        how["key_lengths"] = np.minimum(lengths, keys)
+    q, _, _, dout = inputs((6, 3), queries, "bfloat16")
+    _, k, v, _ = inputs((6, 3), keys, "bfloat16")
+    with cudnn_on_cpus(monkeypatch):
+        mine, right = (
+            both_ways(partial(cfp.attention, implementation=name, **how), q, k, v, dout)
+            for name in ("cudnn", "xla")
+        )
+    for one, other in zip(mine, right, strict=True):
+        assert distance(one, other) < 2e-2
 
 
 def test_a_jax_that_names_cudnn_otherwise_is_said_so(cudnn_on_cpu):

@@ -246,17 +246,18 @@ class _Planning:
         if len(tried) > 1 and plan.figures is not None:
             rows = []
             for one in tried:
-                name, known = one.variant.name, one.estimate.time_ms
-                why = one.note or str(one.error or "")
+                name = one.variant.name
+                known = inf if one.error else one.estimate.time_ms
+                why = one.note or str(one.error or "").partition("\n")[0]
                 if plan.in_host and one.error:
-                    why = f"State in host memory was tried for {best} only. {why}"
+                    why += f" State in host memory was tried for {best} only."
                 if result := raced.get(name):
                     why = race_row(result).note
                 row = VariantFigures(
                     name=name,
                     step_ms=times.get(name),
                     estimated_ms=known if isfinite(known) else None,
-                    note=why.partition("\n")[0],
+                    note=why,
                     taken=name == best,
                 )
                 rows.append(row)

@@ -125,7 +125,7 @@ class VariantFigures:
     Attributes:
         name: such as ``x=2,y=4``.
         step_ms: step time of its plan, predicted if no variant was measured; or None.
-        estimated_ms: estimated step time of the variant's best choice, or None.
+        estimated_ms: estimated step time of its best choice; None if planning failed.
         note: why the variant has no plan or no time, or "".
         taken: True for the plan's own variant.
     """

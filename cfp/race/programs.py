@@ -86,10 +86,10 @@ def variants(one: Candidate, rules: PlatformDefaults) -> list[Candidate]:
 
 
 def without_first_options(one: Candidate, rules: PlatformDefaults) -> Candidate:
-    """Returns a candidate without the first options that end its name, if any do."""
+    """Returns a candidate without the first options, if its name has them."""
     for name, chosen in rules.first_options.items():
-        if one.name.endswith(f", {name}"):
-            return one.without(chosen, name=one.name.removesuffix(f", {name}"))
+        if f", {name}" in one.name:
+            return one.without(chosen, name=one.name.replace(f", {name}", "", 1))
     return one
 
 

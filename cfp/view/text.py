@@ -104,9 +104,11 @@ def _arguments_text(plan: Plan) -> str:
 
 def _variant_texts(plan: Plan) -> Iterator[str]:
     for one in plan.figures.variants if plan.figures else ():
-        how = ", estimated" * (one.step_ms is None or plan.rung == "estimated")
-        ms = one.estimated_ms if one.step_ms is None else one.step_ms
-        text = f"{ms:.3f} ms{how}" if ms is not None else one.note or "not timed"
+        ms, how = one.step_ms, ", estimated" * (plan.rung == "estimated")
+        if ms is None:
+            ms, how = one.estimated_ms, ", estimated before planning"
+        note = one.note.partition(". ")[0] or "not timed"
+        text = f"{ms:.3f} ms{how}" if ms is not None else note
         yield f"variant {one.name}: {text}" + " (this one)" * one.taken
 
 

@@ -14,7 +14,7 @@ from cfp.profiling.collectives import Rates
 from cfp.profiling.record import Collective, CompiledBytes, ProfileRecord
 from cfp.race import compile as building
 from cfp.race.admission import limit_options
-from cfp.race.programs import with_options
+from cfp.race.programs import variants, with_options, without_first_options
 from cfp.race.race import Race, race
 from cfp.race.turns import second_race
 from cfp.search.guided import Candidate, Solution
@@ -175,6 +175,17 @@ def test_the_plan_by_prediction_races_with_kernels_slow_to_tune(monkeypatch, mem
         assert with_off == [True, False, True]
     else:
         assert [one.name for one in seen] == [*names] and all(with_off)
+
+
+def test_first_options_go_from_a_name_with_a_constraint_level():
+    rules, preset = defaults_of("gpu"), Candidate("zero1", "a choice", is_preset=True)
+    [first] = with_options(preset, rules.first_options)
+    others = [one for one in variants(first, rules) if one.level is not first.level]
+    assert [one.name for one in others] == [
+        "zero1, large collectives, arguments constrained"
+    ]
+    plain = without_first_options(others[0], rules)
+    assert (plain.name, plain.options) == ("zero1, arguments constrained", {})
 
 
 def test_no_two_programs_of_a_race_have_one_name():

@@ -85,8 +85,8 @@ def widened(
         perturbed: see `widen`.
     """
     text = lowering.text
-    precise = _platforms(in_shardings) != {"cpu"}
-    narrow = widen(lowering.module, precise=precise, perturbed=perturbed)
+    platforms = {one.platform for way in in_shardings for one in way.device_set}
+    narrow = widen(lowering.module, precise=platforms != {"cpu"}, perturbed=perturbed)
     # JAX has types of arguments and results beside the module. So a function with wide
     # types is lowered, and gets the module. Both have the same host callbacks, in the
     # same order.
@@ -96,10 +96,6 @@ def widened(
     wide_text = lowering.text
     double = bool(_DOUBLE.search(wide_text)) and not _SINGLE.search(wide_text)
     return Widened(wide, outer, narrow, double, unchanged=wide_text == text)
-
-
-def _platforms(shardings: Sequence[NamedSharding]) -> set[str]:
-    return {device.platform for one in shardings for device in one.device_set}
 
 
 def wide_dtype(dtype: Any) -> Any:

@@ -382,8 +382,8 @@ class AttentionOption:
         return self.reason is None
 
     def __str__(self) -> str:
-        said = ", ".join(f"{axis}: {role}" for axis, role in self.strategy) or "none"
-        return f"{said} / {self.implementation}: {self.reason or 'possible'}"
+        strategy = AttentionStrategy(roles=self.strategy, sizes=())
+        return f"{strategy} / {self.implementation}: {self.reason or 'possible'}"
 
 
 def attention_options(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -151,12 +152,11 @@ def _even(
     more_q, more_k = _missing(queries), _missing(keys)
     query = positions_of(mask.query_positions, queries)
     key = positions_of(mask.key_positions, keys)
-    bound = mask.keys if mask.keys is not None or not more_k else BEYOND
     # Added queries repeat the last position, which widens no chunk's range.
     query = jnp.pad(query, (0, more_q), mode="edge")
     mask = replace(
         mask,
-        keys=bound,
+        keys=mask.keys or (BEYOND if more_k else None),
         query_positions=query,
         key_positions=jnp.pad(key, (0, more_k), constant_values=BEYOND),
         query_segments=padded(mask.query_segments, {1: queries + more_q}),
@@ -171,20 +171,17 @@ def _missing(count: int) -> int:
 
 
 def _mask_of(mask: Mask, query: Array, queries: int, key: Array, keys: int):
-    def cut(x: Array | None, start: Array, count: int, axis: int):
-        return None if x is None else _cut(x, start, count, axis)
-
     return replace(
         mask,
-        query_positions=cut(mask.query_positions, query, queries, 0),
-        key_positions=cut(mask.key_positions, key, keys, 0),
-        query_segments=cut(mask.query_segments, query, queries, 1),
-        key_segments=cut(mask.key_segments, key, keys, 1),
+        query_positions=_cut(mask.query_positions, query, queries, 0),
+        key_positions=_cut(mask.key_positions, key, keys, 0),
+        query_segments=_cut(mask.query_segments, query, queries, 1),
+        key_segments=_cut(mask.key_segments, key, keys, 1),
     )
 
 
-def _cut(x: Array, start: Array, count: int, axis: int = 1) -> Array:
-    return lax.dynamic_slice_in_dim(x, start, count, axis=axis)
+def _cut(x: Any, start: Array, count: int, axis: int = 1) -> Any:
+    return None if x is None else lax.dynamic_slice_in_dim(x, start, count, axis=axis)
 
 
 def _joined(chunks: Array) -> Array:

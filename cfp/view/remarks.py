@@ -199,8 +199,11 @@ def _crossing(plan: Plan) -> Values:
 def _undivided(plan: Plan) -> Values:
     roles = (one for row in plan.rows for one in row.strategy)
     tensor = {r.axis for r in roles if r.role in (Role.COLUMNS, Role.CONTRACTED)}
-    found = words.other_batches(plan, () if plan.uneven else tensor)
-    found = None if _nothing_sharded(plan) else found
+    # Along an axis that shards each block evenly, such as by tokens, no work repeats.
+    most = prod(size for _, size in plan.mesh_axes)
+    even = [{r.axis for r in row.strategy if r.size % most == 0} for row in plan.rows]
+    axes = () if plan.uneven else tensor.union(set.intersection(*even or [tensor]))
+    found = None if _nothing_sharded(plan) else words.other_batches(plan, axes)
     text = "{} devices do not divide {}: some repeat work".format(*found or ("", ""))
     if plan.uneven:
         text = f"stored whole, since the mesh does not divide them: {few(plan.uneven)}"

@@ -149,6 +149,27 @@ def test_a_batch_that_the_devices_do_not_divide_is_said(ahead, folder):
     assert not found.uneven and "do not divide the batch" not in repr(ahead)
 
 
+def test_tokens_may_be_sharded_in_place_of_the_batch(folder):
+    """No device repeats work, though the devices do not divide the sequences."""
+
+    def step(params, x):
+        def loss(params):
+            h = x
+            for _ in range(2):
+                h = h + jnp.tanh(h @ params["up"]) @ params["down"]
+            return jnp.mean(h**2)
+
+        return jax.grad(loss)(params)
+
+    shapes = {"up": (1024, 4096), "down": (4096, 1024), "x": (3, 4096, 1024)}
+    params = {n: jax.ShapeDtypeStruct(s, "bfloat16") for n, s in shapes.items()}
+    where = {"mesh": cfp.described("4xh200"), "cache_dir": folder}
+    found = cfp.plan(step, params, params.pop("x"), **where)
+    roles = {(one.role, one.dim) for row in found.rows for one in row.strategy}
+    assert roles == {("rows", 1)} and not found.uneven
+    assert "do not divide" not in repr(found)
+
+
 def accumulated(w, x):
     """Gradients of two microbatches, of consecutive rows."""
 

@@ -509,7 +509,7 @@ def _references(
     """
     # A plan for one device may need its memory limit; so does the reference then.
     limits = {name: v for name, v in plan.options.items() if name == MEMORY_SHARE}
-    name, alone = "", _mesh_of(mesh.local_devices[0])
+    name, alone = "", Mesh(np.array(mesh.local_devices[:1]), ("alone",))
     try:
         lowered = _lower_whole(step, alone, limits if mesh.size == 1 else {})
     except StepNotTraceable as error:
@@ -553,11 +553,7 @@ def room_of(device: Any) -> int:
 
 def compile_alone(step: FlatStep, device: Any) -> CompiledStep:
     """Compiles a step for one device, in float32 at least."""
-    return _lower_whole(step, _mesh_of(device)).compile()
-
-
-def _mesh_of(device: Any) -> Mesh:
-    return Mesh(np.array([device]), ("alone",))
+    return _lower_whole(step, Mesh(np.array([device]), ("alone",))).compile()
 
 
 def _lower_whole(

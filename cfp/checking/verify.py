@@ -1,7 +1,7 @@
 """The command ``cfp verify``: times a saved plan and presets on JAX's devices.
 
-The plan and presets, without propagated ones, run in turn. The result is the error of
-the plan's prediction, and the fastest program.
+The plan and presets run in turn: propagated ones at their constraint levels in a race,
+others at the plan's. The result is the prediction's error, and the fastest program.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from math import inf
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
 
 from cfp.analysis.layout import Frame
-from cfp.analysis.presets import presets
+from cfp.analysis.presets import named_choices
 from cfp.context import PlannerSettings, open_context
 from cfp.errors import CfpError
 from cfp.passes import Analyzed
@@ -29,11 +30,24 @@ from cfp.profiling.builder import Job
 from cfp.profiling.record import ProfileKey, environment_parts
 from cfp.profiling.tasks import Limits, Progress
 from cfp.program.read import other_program
-from cfp.race.programs import TOO_LATE, RaceOutcome, RaceProgram, programs_of, race_row
+from cfp.race.programs import (
+    TOO_LATE,
+    RaceOutcome,
+    named_candidates,
+    programs_of,
+    race_row,
+)
 from cfp.race.race import Race
 from cfp.race.turns import race_programs
 from cfp.search.guided import Candidate, Solution
-from cfp.view.words import OTHER_DEVICES, VERIFIED, WAS_DESCRIBED, basis_text
+from cfp.settings import ConstraintLevel
+from cfp.view.words import (
+    OTHER_DEVICES,
+    VERIFIED,
+    WAS_DESCRIBED,
+    predicted_how,
+    sentence,
+)
 
 
 def verify(
@@ -44,7 +58,7 @@ def verify(
     cache_dir: str | Path | None = None,
     progress: Callable[[Progress | str], None] | None = None,
 ) -> Plan:
-    """Times a plan, and presets that differ from it, at the plan's constraint level.
+    """Times a plan, and presets that differ from it.
 
     Args:
         seconds: time limit. Programs not begun by then do not run, others once at
@@ -73,17 +87,20 @@ def verify(
     settings = PlannerSettings(seconds=seconds, progress=progress, limits=limits)
     with open_context(mesh, cache_dir, settings=settings) as context:
         race = Race(context, analysis, Solution(()))
-        named = presets(analysis.frame).items()
         shared = context.defaults.shared_options
         # Presets have them if the plan has; a user or the race may have left them out.
         options = shared if shared.items() <= plan.options.items() else {}
-        how = {"level": plan.level, "options": options}
-        others = [Candidate(*one, **how) for one in named]
+        every = named_candidates(named_choices(analysis.frame), [*ConstraintLevel])
+        others = [
+            replace(o, options=options, level=plan.level if o.is_preset else o.level)
+            for o in every
+        ]
         of_plan = plan.winner, others[0].choice, plan.predicted_ms, plan.level
         like = Candidate(*of_plan, plan.options)
         mine, *rest = programs_of(analysis, [like, *others], where)
         mine = replace(mine, job=_job_under(plan, mine.job, analysis.frame, mesh))
-        rest = [one for one in rest if _content(one) != _content(mine)]
+        content = attrgetter("in_specs", "out_specs", "options", "constraints")
+        rest = [one for one in rest if content(one.job) != content(mine.job)]
         results = race_programs(race.builder, [mine, *rest], rounds=2)
     best = min(results, key=lambda result: result.time_ms)
     if not best.ran:
@@ -115,11 +132,6 @@ def verify(
         mesh=mesh,
     )
     return made.bound_to(analyzed.step, analyzed.lowering.out_tree)
-
-
-def _content(program: RaceProgram) -> tuple[Any, ...]:
-    job = program.job
-    return job.in_specs, job.out_specs, job.options, job.constraints
 
 
 def _job_under(plan: Plan, job: Job, frame: Frame, mesh: Mesh) -> Job:
@@ -173,9 +185,8 @@ def verified_text(plan: Plan, best: Plan) -> Sequence[str]:
     if plan.predicted_ms is not None and time_ms is not None:
         how_far = "not compared, since the prediction is for other devices"
         how_far = how_far if off is None else f"off by {off:+.1%}"
-        lines.append(
-            f"Predicted: {plan.predicted_ms:.3f} ms, {basis_text(plan)}: {how_far}."
-        )
+        how = sentence(predicted_how(plan))
+        lines.append(f"{how}: {plan.predicted_ms:.3f} ms, {how_far}.")
     if late := sum(row.note == TOO_LATE for row in others):
         count = counted(late, "other program was", "other programs were")
         lines.append(f"{count} not compiled: --seconds gives more time.")

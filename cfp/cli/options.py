@@ -60,12 +60,6 @@ def save(made: Plan, output: Path | None) -> list[str]:
     return [f"Saved {output}", *wrapped(sentence(unplanned_text(made))).splitlines()]
 
 
-def plan_data(plan: Plan) -> dict[str, Any]:
-    """Returns a plan as data that `Plan.load` reads, with its throughput or None."""
-    rates = throughput(plan)
-    return {**json.loads(plan.to_json()), "throughput": rates and asdict(rates)}
-
-
 class Answer(NamedTuple):
     """Result: `data` makes --json's document, `show` prints; exit code 1 if failed."""
 
@@ -83,12 +77,16 @@ def plan_answer(made: Plan, output: Path | None, *more: str) -> Answer:
     fits = is_within_budget(made)
     lines += [] if fits else [wrapped(f"It does not fit. {SEARCH_INSTEAD}")]
 
+    def data() -> dict[str, Any]:
+        rates = throughput(made)
+        return {**json.loads(made.to_json()), "throughput": rates and asdict(rates)}
+
     def show() -> None:
         print_plan(made)
         for line in (*more, *lines):
             print(line)
 
-    return Answer(partial(plan_data, made), show, failed=not fits)
+    return Answer(data, show, failed=not fits)
 
 
 def leave_printing_to_process_0() -> None:

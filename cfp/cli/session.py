@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
-import typer
 from jax.sharding import Mesh, PartitionSpec
 
 from cfp import platform
@@ -31,43 +31,22 @@ class Session(Analyzed):
     mesh: Mesh
 
 
-def target_of(ctx: typer.Context, plan: Plan | None = None) -> tuple[Target, Mesh]:
-    """Returns the target and the mesh of a command's options; see `open_target`."""
-    given = ctx.params
-    return open_target(
-        given["target"],
-        ctx.args,
-        axes=platform.parse_mesh(given.get("devices"), given.get("mesh")),
-        platform_name=given.get("platform"),
-        donate=given.get("donate") or (),
-        static=given["static"] or (),
-        plan=plan,
-    )
-
-
-def open_target(
-    text: str,
-    options: Sequence[str] = (),
-    *,
-    axes: platform.Axes | None,
-    platform_name: str | None,
-    donate: Sequence[int] = (),
-    static: Sequence[int] = (),
-    plan: Plan | None = None,
-) -> tuple[Target, Mesh]:
-    """Selects JAX's platform, finds a target, and makes its mesh.
+def target_of(ctx: Any, plan: Plan | None = None) -> tuple[Target, Mesh]:
+    """Selects JAX's platform, finds the target of a command's options, makes its mesh.
 
     Args:
-        text: the target on the command line.
-        options: the target's options on the command line.
-        axes: None for the plan's; without a plan for all devices.
-        platform_name: None for "cpu" if the plan's is cpu, else JAX's choice.
+        ctx: the command's context, or an object with its params and args. Without axes
+            the mesh is the plan's, else one of all devices. Without a platform it is
+            "cpu" if the plan's is, else JAX's choice.
         plan: a saved plan, whose static arguments are a default, too.
 
     Raises:
         CfpError: the target or platform is unknown, devices are missing, or a model is
             named for a plan with static arguments.
     """
+    given, text = ctx.params, ctx.params["target"]
+    axes = platform.parse_mesh(given.get("devices"), given.get("mesh"))
+    platform_name, static = given.get("platform"), given["static"] or ()
     of_plan, remedy = plan is not None and axes is None, ""
     if plan is not None:
         kind = plan.environment.get("device_kind", "the planned kind")
@@ -87,7 +66,8 @@ def open_target(
     platform.select(platform_name, axes)
     leave_printing_to_process_0()
     # The target first: an unknown target is reported without devices.
-    target = resolve(text, options, donate=donate, static=static)
+    donate = given.get("donate") or ()
+    target = resolve(text, ctx.args, donate=donate, static=static)
     if not of_plan:
         return target, platform.make_command_mesh(axes)
     return target, platform.make_mesh(axes, remedy=remedy)
@@ -112,17 +92,11 @@ def analyse(
         step = typed_as_returned(step)
     found = analyze_step(step, mesh, pins)
     assert isinstance(found.mesh, Mesh), "its devices are there"
-    return Session(
-        target=target,
-        mesh=found.mesh,
-        step=step,
-        lowering=found.lowering,
-        analysis=found.analysis,
-        seconds=found.seconds,
-    )
+    parts = {one.name: getattr(found, one.name) for one in fields(found)}
+    return Session(target=target, **parts)
 
 
-def open_session(ctx: typer.Context) -> Session:
+def open_session(ctx: Any) -> Session:
     """Traces and analyses the target of a command's options, with its pins."""
     return analyse(*target_of(ctx), parse_pins(ctx.params["pin"]))
 

@@ -77,7 +77,7 @@ def wrapped(line: str, break_long_words: bool = True) -> str:
     return wrap.fill(text.lstrip())
 
 
-_NUMBER = re.compile(r"-?|~?[\d., x%]+( [KMG]?i?B)?")
+_NUMBER = re.compile(r"-?|[\d., x%]+( [KMG]?i?B)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from cfp.plan.plan import Plan
 from cfp.printable import counted, few, format_bytes, merged_alike
 from cfp.program.trace import find_precision
 from cfp.search.requests import UNMEASURED_STRATEGIES
-from cfp.settings import Dimension
+from cfp.settings import COMPILED_AT_MOST, Dimension
 from cfp.view import words
 
 _WORTH_DONATING = 0.02  # Least share of a plan's memory for a remark.
@@ -238,6 +238,12 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
         "{} (donate_argnums, --donate)",
     ),
     (words.budget_text, "{}"),
+    (
+        words.beyond_text,
+        f"compiled programs need up to {COMPILED_AT_MOST} times this memory, here "
+        "{}: if devices have less, plan with a smaller --memory-budget "
+        "(memory_budget=), or run cfp verify there",
+    ),
     (_pinned, "pinned in all candidates, {}: {}"),
     (_in_host, "in host memory between steps: {}"),
     (_undivided, "{}"),

@@ -20,7 +20,6 @@ from cfp.view import words
 from cfp.view.console import Rows, row_of
 
 _SIZE = re.compile(r" [\d.]+ (B|[KMG]iB)")
-_MARK = "~"  # Of predicted memory.
 # Least number of samples to show their spread.
 _SPREAD_SAMPLES = 4
 
@@ -298,14 +297,10 @@ def chosen_text(plan: Plan) -> str:
         what = "run" if plan.peak_bytes else "run or compiled"
         was_searched = any(row.name.startswith("planned") for row in plan.race)
         how = "by estimates" if was_searched else "the given preset"
-        return f"{how}{same}; nothing was {what}{_next_text(plan, rivals)}"
+        times = [(row.predicted_ms, row.name) for row in rivals if row.predicted_ms]
+        then = "; next, {1}: {0:.3f} ms".format(*min(times)) if times else ""
+        return f"{how}{same}; nothing was {what}{then}"
     return "by prediction, without a race"
-
-
-def _next_text(plan: Plan, rivals: Sequence[RaceRow]) -> str:
-    """Names the rival with the best prediction: ``; next, zero1: 0.200 ms``; or ""."""
-    times = [(row.predicted_ms, row.name) for row in rivals if row.predicted_ms]
-    return "; next, {1}: {0:.3f} ms".format(*min(times)) if times else ""
 
 
 def race_rows(plan: Plan) -> Rows:
@@ -320,12 +315,13 @@ def race_rows(plan: Plan) -> Rows:
         if row.time_ms is not None and len(row.samples_ms) >= _SPREAD_SAMPLES:
             spread = f"{interquartile_range(row.samples_ms) / 2:.2g}"
         bar = row.predicted_ms if row.time_ms is None else row.time_ms
-        mark = _MARK * (row.note in (NOT_RUN, TOO_LARGE))  # Not compiled.
+        sizes = [format_bytes(row.peak_bytes) if row.peak_bytes else "-", "-"]
+        if row.note not in (NOT_RUN, TOO_LARGE):  # These are not compiled.
+            sizes.reverse()
         rows.append(
             row_of(
                 *("*" if one.won else "", row.name, ms_text(row.predicted_ms)),
-                *(ms_text(row.time_ms), spread),
-                f"{mark}{format_bytes(row.peak_bytes)}" if row.peak_bytes else "-",
+                *(ms_text(row.time_ms), spread, *sizes),
                 "; ".join(filter(None, ["" if shared else row.note, same])),
                 won=one.won,
                 bar=bar,
@@ -335,12 +331,12 @@ def race_rows(plan: Plan) -> Rows:
     hidden = [row for row in plan.race if row.name not in shown]
     more = f"and {counted(len(hidden), 'variant', 'variants')} of these"
     below = [f"Each: {shared}"] * bool(shared) + [more] * bool(hidden)
-    if any(cell.startswith(_MARK) for row in rows for cell in row.cells):
-        below.append(f"{_MARK} predicted, others compiled: not comparable.")
     title = {"measured": "Predictions", "estimated": "Estimates"}[plan.rung]
+    how = words.predicted_how(plan)
+    headings = (" ", "plan", f"{how} ms", "measured ms", "+-", f"{how} memory")
     return Rows(
         title="Race" if any(row.samples_ms for row in plan.race) else title,
-        headings=(" ", "plan", "predicted ms", "measured ms", "+-", "memory", "note"),
+        headings=(*headings, "compiled memory", "note"),
         rows=rows,
         notes=below,
     ).filled()
@@ -438,7 +434,8 @@ def strategies_rows(plan: Plan, kind: int) -> Rows:
     notes += ["A strategy of the plan was not measured alone."] * (not figures.picks)
     more = counted(n := len(every) - len(rows), *words.STRATEGIES) + " not shown"
     notes += [f"{more}: no faster, in no less memory (all: --json)."] * (n > 0)
-    headings = ("strategy", "what it does", "step ms", "predicted memory", "segment ms")
+    memory = f"{words.predicted_how(plan)} memory"
+    headings = ("strategy", "what it does", "step ms", memory, "segment ms")
     return Rows(
         title=f"Strategies {words.known_how(plan)}: {figures.kinds[kind].name}",
         headings=(" ", *headings, "taken by", "note"),
@@ -462,7 +459,7 @@ def memory_rows(plan: Plan) -> Rows:
             "residuals, kept for backward": residual,
             "temporaries": temp,
         }
-        parts["together, predicted"] = sum(parts.values())
+        parts[f"together, {words.predicted_how(plan)}"] = sum(parts.values())
     parts["the program, compiled"] = plan.peak_bytes or 0
     parts["budget"] = (figures and figures.budget_bytes) or 0
     return Rows(

@@ -301,8 +301,7 @@ def diff_text(
 def _facts(plan: Plan) -> dict[str, str]:
     """Maps facts' names to texts, for comparisons, without the version of measuring."""
     found = {"plan": plan.winner, "memory": words.memory_text(plan)}
-    times = {"measured": plan.measured_ms}
-    times[f"predicted {words.basis_text(plan)}"] = plan.predicted_ms
+    times = {"measured": plan.measured_ms, words.predicted_how(plan): plan.predicted_ms}
     found |= {name: f"{ms:.3f} ms" for name, ms in times.items() if ms is not None}
     found |= {"program": plan.fingerprint[:12], "mesh": mesh_text(plan.mesh_axes)}
     found |= {"constraint level": str(plan.level), **plan.environment, "measure": ""}

@@ -18,6 +18,7 @@ from cfp.plan.parts import (
 )
 from cfp.plan.plan import Plan
 from cfp.printable import counted, few, format_bytes, format_flops, mesh_text
+from cfp.settings import COMPILED_AT_MOST
 
 REMATERIALIZED = "rematerialized"
 STORAGE_WORDS = {
@@ -152,7 +153,7 @@ def times(plan: Plan) -> list[str]:
         where = " in an earlier race" if plan.search.get("race_cached") else ""
         parts.append(f"{ms:.3f} ms per step, measured{where}")
     if plan.predicted_ms is not None:
-        parts.append(f"{plan.predicted_ms:.3f} ms {_predicted_how(plan)}")
+        parts.append(f"{plan.predicted_ms:.3f} ms {predicted_how(plan)}")
     return parts or ["time unknown"]
 
 
@@ -160,10 +161,11 @@ def memory_text(plan: Plan) -> str:
     """Describes a plan's memory, fit in the budget, and source; "" if unknown."""
     if (size := _needed_bytes(plan)) is None:
         return ""
-    how = "compiled" if plan.peak_bytes is not None else "predicted"
+    how = "compiled" if plan.peak_bytes is not None else predicted_how(plan)
     text, budget = format_bytes(size), plan.figures and plan.figures.budget_bytes
     if budget:
-        does = "fits in" if is_within_budget(plan) else "does not fit: needs"
+        does = "may fit in" if beyond_text(plan) else "fits in"
+        does = does if is_within_budget(plan) else "does not fit: needs"
         text = f"{does} {text} of {format_bytes(budget)}"
     return f"{text} on each device, {how}"
 
@@ -178,8 +180,15 @@ def is_within_budget(plan: Plan) -> bool:
     return not (size and budget) or size <= budget
 
 
-def _predicted_how(plan: Plan) -> str:
-    return "estimated" if plan.rung == "estimated" else "predicted"
+def beyond_text(plan: Plan) -> str:
+    """Returns the most that a plan may need by its prediction's error; "" if it fits.
+
+    Compiled memory has no error. If the prediction itself does not fit, the text is "".
+    """
+    budget = (plan.figures and plan.figures.budget_bytes) or 0
+    size = 0 if plan.peak_bytes is not None else plan.predicted_bytes or 0
+    most = int(size * COMPILED_AT_MOST)
+    return format_bytes(most) if size <= budget < most else ""
 
 
 def known_how(plan: Plan) -> str:
@@ -188,11 +197,11 @@ def known_how(plan: Plan) -> str:
     return "estimated" if estimated else "measured"
 
 
-def basis_text(plan: Plan) -> str:
-    """Returns a prediction's basis: "by estimates" or "by measured segments"."""
+def predicted_how(plan: Plan) -> str:
+    """Returns "estimated", or "predicted" if the prediction is by measured segments."""
     # A plan may be measured on virtual devices, and its prediction estimated.
     is_estimate = "estimated" in (plan.rung, known_how(plan))
-    return "by estimates" if is_estimate else "by measured segments"
+    return "estimated" if is_estimate else "predicted"
 
 
 def summary_line(plan: Plan) -> str:
@@ -353,7 +362,7 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
     """
     how = "measured"
     if step_ms is None and (step_ms := plan.measured_ms) is None:
-        step_ms, how = plan.predicted_ms, _predicted_how(plan)
+        step_ms, how = plan.predicted_ms, predicted_how(plan)
     search, flops = plan.search, plan.search.get("model_flops", 0.0)
     if not flops:
         return None

@@ -66,7 +66,7 @@ def test_a_plan_by_estimates_says_so_everywhere(ahead):
     for text in (repr(ahead), plan_text(ahead, width=200)):
         assert "as 4xh200 is described" in text
         # The verdict first: on an H200 JAX takes 0.75 of 141 GB.
-        verdict = r"fits in \d+\.\d+ MiB of \d+\.\d+ GiB on each device, predicted"
+        verdict = r"fits in \d+\.\d+ MiB of \d+\.\d+ GiB on each device, estimated"
         assert re.search(verdict, " ".join(text.split())[:300]), text[:400]
         assert "estimated" in text and "measured," not in text
         assert "JAX's default share" in " ".join(text.split())
@@ -260,7 +260,7 @@ def test_a_preset_that_does_not_fit_says_so_first(folder):
     assert small.figures.budget_bytes == 2 * 2**20  # the allocator's 128 MiB less
     said = format_bytes(small.predicted_bytes, up=True)
     times = f"{small.predicted_ms:.3f} ms estimated"
-    verdict = f"does not fit: needs {said} of 2.00 MiB on each device, predicted"
+    verdict = f"does not fit: needs {said} of 2.00 MiB on each device, estimated"
     loaded = cfp.Plan.from_json(json.loads(small.to_json()))
     for text in (repr(loaded), plan_text(loaded, width=200)):
         assert f"{verdict}; {times}" in " ".join(text.split())[:300]
@@ -369,6 +369,12 @@ def test_on_arrival_the_plan_its_rivals_and_the_presets_are_timed(verified, ahea
     data = verified_data(ahead, best)
     assert data["rung"] == "estimated" and data["measured_ms"] > 0
     assert data["measured_ms"] == best.race[0].time_ms >= data["fastest_ms"]
+
+
+def test_propagated_presets_are_timed_as_in_a_race(verified):
+    best, _ = verified
+    [row] = [row for row in best.race if row.name.startswith("propagated")]
+    assert row.name == "propagated, activations constrained" and row.time_ms > 0
 
 
 def test_a_prediction_is_compared_with_times_of_devices_that_it_is_of(

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import cfp
 from cfp import platform
 from cfp.cli import app
 from cfp.cli.running import running_text
-from cfp.cli.session import analyse, open_target
+from cfp.cli.session import analyse, target_of
 from cfp.errors import CfpError
 from cfp.targets import resolve
 from cfp.view.text import diff_text, explain_text, page_html, python_text
@@ -84,9 +85,8 @@ def test_a_step_is_donated_and_static_as_its_plan_says(tmp_path):
         )
         plan.save(tmp_path / "plan.json")
         loaded = cfp.Plan.load(tmp_path / "plan.json")
-        found, devices = open_target(
-            f"{TOYS}:{name}", axes=None, platform_name=None, plan=loaded
-        )
+        params = {"target": f"{TOYS}:{name}", "static": None}
+        found, devices = target_of(SimpleNamespace(params=params, args=[]), loaded)
         assert found.static == static and found.donate == ()
         step = analyse(found, devices, plan=loaded).step
         assert step.donated == plan.donated

@@ -35,7 +35,7 @@ from cfp.settings import NO_LATENCY_HIDING
 from cfp.view.remarks import _REMARKS, precision_text, remarks, unplanned_text
 from cfp.view.rows import blocks_rows, race_rows, segments_of, variants_rows
 from cfp.view.text import explain_text, page_html
-from cfp.view.words import VERIFIED, summary_line
+from cfp.view.words import VERIFIED, headline, summary_line
 from cfp_test.cli.cli_runner import ROOT
 from cfp_test.support.checking import make_mesh
 from cfp_test.support.golden import plan_text
@@ -393,6 +393,21 @@ def test_plans_say_what_they_do_not_shard_or_keep(planned, golden, tmp_path):
         assert ("Kernels that are sharded" in said) == (
             name == "a kernel that is sharded"
         )
+
+
+def test_estimates_near_the_limit_are_no_promise():
+    def made(size, budget, **more):
+        figures = Figures(budget_bytes=int(budget * 2**30))
+        sizes = {"peak_bytes": None, "predicted_bytes": int(size * 2**30)}
+        return replace(make_plan([], []), figures=figures, **{**sizes, **more})
+
+    near = made(59.9, 60)
+    assert "; may fit in 59.90 GiB of 60.00 GiB on each device, " in headline(near)
+    caution = "need up to 1.18 times this memory, here 70.68 GiB: if devices have less,"
+    assert any(caution in text for text in remarks(near))
+    for plan in (made(50.8, 60), made(59.9, 60, peak_bytes=59 * 2**30), made(61, 60)):
+        assert "may fit in" not in headline(plan)
+        assert not any("1.18" in text for text in remarks(plan))
 
 
 def test_parts_without_a_line_of_the_users_name_no_place():

@@ -314,7 +314,7 @@ class Costs:
                 views = _views(maker[0], reader[0], v)
                 if not views and maker[0].read_spec(v) == wants[0]:
                     continue  # The segment that stores it pays for the same gather.
-                size *= terms.narrowed(views, v)
+                size = terms.narrowed_bytes(v, views)
             moves = [(have, partial, wants[0]), *((wants[0], (), w) for w in wants[1:])]
             once = sum(terms.transition_ms(size, *move, group) for move in moves)
             total += terms.turns(v) * once

@@ -65,7 +65,7 @@ class Terms:
         self._gradient_ms = cache(self._one_gradient_ms)
         self._sizes = dict(frame.mesh)
         args = enumerate(frame.program.args)
-        self.data = {v: i for i, v in args if i not in frame.group_of_arg}
+        self.data = {self.same(v): i for i, v in args if i not in frame.group_of_arg}
         self._op = cache(self._op_terms)
         self._repeats: dict[int, int] = {}
         for op in frame.program.ops:
@@ -237,8 +237,8 @@ class Terms:
         """Estimates ms per step to reshard a value to each of `wants`; 0 if none."""
         if not wants:
             return 0.0
-        size = self.frame.program.values[value].size_bytes
-        group = self.gradients.get(value)
+        reads = self.frame.pinned_reads.get(self.data.get(value, -1), ())
+        size, group = self.narrowed_bytes(value, reads), self.gradients.get(value)
         moves = [(*made, wants[0]), *((wants[0], (), want) for want in wants[1:])]
         total = sum(self.transition_ms(size, *move, group) for move in moves)
         return total * self._repeats.get(value, 1)
@@ -279,7 +279,7 @@ class Terms:
         used, wide = frame.stored_specs(group, mode, next(iter(wants), None))
         stored = used if mode in (Storage.USED, Storage.OPTIMIZER) else wide
         size = program.values[main].size_bytes
-        read = self.turns(main), size * self.narrowed(group.reads, main)
+        read = self.turns(main), self.narrowed_bytes(main, group.reads)
         moves = [(1, size, wide, stored)]
         moves += [(*read, stored, want) for want in wants or (used,)]
         for pin in (frame.pins.get(a, wide) for a in group.args[1:]):
@@ -331,13 +331,13 @@ class Terms:
         main = self.frame.program.args[self.frame.groups[index].args[0]]
         return terms.reads.get(self.same(main), ())
 
-    def narrowed(self, reads: Sequence[int], main: int) -> float:
-        """Share of `main`'s bytes left by the narrowest cast in `reads`; 1 at most."""
+    def narrowed_bytes(self, value: int, reads: Sequence[int]) -> int:
+        """Bytes of a value in the narrowest dtype of it and its casts in `reads`."""
         program = self.frame.program
-        whole = dtype_bytes(program.values[main].dtype)
         casts = [program.ops[op] for op in reads if program.ops[op].kind == "convert"]
-        cast = [dtype_bytes(program.values[op.results[0]].dtype) for op in casts]
-        return min([1.0, *(size / whole for size in cast)])
+        found = (value, *(op.results[0] for op in casts))
+        width = min(dtype_bytes(program.values[v].dtype) for v in found)
+        return prod(program.shape(value)) * width
 
 
 # --------------------------------------------------------- collectives of a resharding

@@ -10,7 +10,15 @@ import pytest
 from jax import P
 
 import cfp
+from cfp.analysis.analyze import analyze
+from cfp.analysis.presets import presets
+from cfp.cost.costs import estimate_segment, segment_candidate
+from cfp.cost.terms import Terms
 from cfp.passes import PlanOptions, analyze_step, estimate
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
+from cfp_test.search.made_up import rates_of
+from cfp_test.support.checking import make_mesh
 from cfp_test.support.covering import at_night
 
 
@@ -56,6 +64,61 @@ def scanned():
         return updated(loss, optimizer, state, x)
 
     return step, ({"params": params, "opt": optimizer.init(params)}, jnp.ones((16, 64)))
+
+
+def frozen(scan, stored, cast):
+    """Layers with trained scales, and weights that the step casts and returns not."""
+
+    def loss(scales, weights, x):
+        def layer(x, one):
+            return jnp.tanh(x @ one[0].astype(cast)) * one[1].astype(cast), None
+
+        layers = (weights, scales)
+        for one in [] if scan else zip(*layers, strict=True):
+            x, _ = layer(x, one)
+        x = jax.lax.scan(layer, x, layers)[0] if scan else x
+        return jnp.square(x.astype(jnp.float32)).mean()
+
+    def step(scales, weights, x):
+        gradients = jax.grad(loss)(scales, weights, x)
+        return jax.tree.map(jnp.subtract, scales, gradients)
+
+    def stack(*shape, dtype):
+        of = jax.ShapeDtypeStruct
+        return of((3, *shape), dtype) if scan else [of(shape, dtype)] * 3
+
+    weights = stack(1024, 1024, dtype=stored)
+    x = jax.ShapeDtypeStruct((512, 1024), cast)
+    return step, (stack(1024, dtype=jnp.float32), weights, x)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_pinned_parameter_without_update_is_gathered_as_it_is_cast(scan):
+    """The compiled program does so, as for parameters with updates."""
+    sizes = (("x", 4),)
+
+    def gather_ms(stored, cast):
+        step, args = frozen(scan, stored, cast)
+        flat, found = flatten_step(step, args), []
+        program, _ = trace(flat, make_mesh(sizes))
+        names = [i for i, name in enumerate(flat.arg_names) if "weights" in name]
+        for pins in (None, dict.fromkeys(names, ((),) * scan + (("x",), ()))):
+            analysis = analyze(program, sizes, pins)
+            terms = Terms(analysis.frame, rates_of(sizes))
+            choice = presets(analysis.frame)["data_parallel"]
+            found.append(
+                sum(
+                    estimate_segment(terms, segment, None).total_ms(
+                        segment_candidate(analysis, segment.index, choice)
+                    )
+                    for segment in analysis.segments
+                )
+            )
+        return found[1] - found[0]
+
+    narrow = gather_ms(jnp.bfloat16, jnp.bfloat16)
+    assert gather_ms(jnp.float32, jnp.bfloat16) == pytest.approx(narrow, rel=1e-6)
+    assert gather_ms(jnp.float32, jnp.float32) > 1.2 * narrow > 0.0
 
 
 def every_pin(shape, mesh):

@@ -246,8 +246,7 @@ class _Planning:
         if len(tried) > 1 and plan.figures is not None:
             rows = []
             for one in tried:
-                name = one.variant.name
-                known = inf if one.error else one.estimate.time_ms
+                name, known = one.variant.name, one.estimate.time_ms
                 why = one.note or str(one.error or "").partition("\n")[0]
                 if plan.in_host and one.error:
                     why += f" State in host memory was tried for {best} only."
@@ -287,9 +286,10 @@ class _Planning:
         races = left > 1  # The last race takes a share of the time, too.
         for one in order:
             if not left:
-                more_ms = one.estimate.time_ms - order[0].estimate.time_ms
+                best = next(other for other in order if other.found)
+                more_ms = one.estimate.time_ms - best.estimate.time_ms
                 how = "as fast as" if abs(more_ms) < SAME_MS else "behind"
-                one.note = f"{how} {order[0].variant.name} by estimate"
+                one.note = f"{how} {best.variant.name} by estimate"
             elif one is not order[0] and not self.left():
                 one.note = UNPLANNED
             else:
@@ -445,14 +445,14 @@ class _Planning:
 
 @contextmanager
 def _kept_error(one: _Tried) -> Iterator[None]:
-    """Stores a CfpError of the block in `one.error`, else None; not a ProcessError."""
+    """Stores a CfpError, but no ProcessError; then no estimate counts. Else None."""
     one.error = None
     try:
         yield
     except CfpError as error:
         if isinstance(error, ProcessError):
             raise
-        one.error = error
+        one.error, one.estimate = error, _UNKNOWN
 
 
 def _lacks(one: _Tried) -> MemoryBudgetError:

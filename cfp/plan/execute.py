@@ -587,14 +587,15 @@ def load_or_lower(
     narrow: tuple[str, ...] = ()
     again: Callable[[], LoweredStep] | None = None
     double = is_same = False
+    platform = mesh.devices.flat[0].platform
     if wide:
         how = {"planned": planned, "environment": environment, "perturbed": True}
         again = partial(load_or_lower, *like[:-1], options, wide=True, **how)
-        found = widened(step, lowering, ins, outs, perturbed=perturbed)
+        how = {"precise": platform != "cpu", "perturbed": perturbed}
+        found = widened(step, lowering, ins, outs, **how)
         step, lowering, narrow = found.step, found.lowering, found.narrow
         double = found.double
         is_same = found.unchanged and not lowering.calls_host
-    platform = mesh.devices.flat[0].platform
     environment = environment or BuildEnvironment()
     how = {**environment.options(platform), **lowering.rewritten.options}
     how |= options or {}

@@ -72,21 +72,20 @@ def widened(
     in_shardings: Sequence[NamedSharding],
     out_shardings: Sequence[NamedSharding],
     *,
+    precise: bool,
     perturbed: bool = False,
 ) -> Widened:
     """Returns a lowered step with float32 in place of narrower floats; see `widen`.
 
-    Matrix products have the highest precision, except on CPUs, which have only one.
     Other ops in float32 or more stay.
 
     Args:
         lowering: the step's lowering, with constraints; changed in place.
         in_shardings, out_shardings: shardings of the lowering, one for each leaf.
-        perturbed: see `widen`.
+        precise, perturbed: see `widen`; CPUs have one precision of products only.
     """
     text = lowering.text
-    platforms = {one.platform for way in in_shardings for one in way.device_set}
-    narrow = widen(lowering.module, precise=platforms != {"cpu"}, perturbed=perturbed)
+    narrow = widen(lowering.module, precise=precise, perturbed=perturbed)
     # JAX has types of arguments and results beside the module. So a function with wide
     # types is lowered, and gets the module. Both have the same host callbacks, in the
     # same order.

@@ -441,7 +441,7 @@ def no_winner(
 
 
 def _described(analysis: Analysis, one: RaceResult) -> str:
-    """Says when a program was compiled, and how many segments follow which preset."""
+    """Counts a program's segments by the preset that they follow."""
     choice, named = one.candidate.choice, presets(analysis.frame).items()
     names = Counter[str]()
     for index in range(len(analysis.segments)):
@@ -449,8 +449,7 @@ def _described(analysis: Analysis, one: RaceResult) -> str:
         alike = (n for n, c in named if segment_candidate(analysis, index, c) == own)
         names[next((f"as {n}" for n in alike), "unlike any preset")] += 1
     parts = few([f"{count} {name}" for name, count in names.most_common()])
-    when = f"{one.record.created[:16]} UTC" if one.record else "by an earlier run"
-    return f"That program, compiled {when}, shards its segments: {parts}."
+    return f"That program shards its segments: {parts}."
 
 
 def least_short(

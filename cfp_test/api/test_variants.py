@@ -433,7 +433,7 @@ def test_the_error_names_what_needs_least_of_all_that_was_tried(tmp_path):
     assert "is enough for the smallest compiled program; budgets between" in first
     size = format_bytes(peaks["whole"], up=True)
     assert second == f"  Variant parts. Others need as much or more: whole {size}."
-    assert third.startswith("  That program, compiled ")
+    assert third.startswith("  That program shards its segments: ")
     assert third.endswith(" as data_parallel.")
     # What cannot fit by estimate is not compiled.
     error, _ = refused("1B")

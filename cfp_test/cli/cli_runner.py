@@ -102,7 +102,6 @@ def refusals(lines: list[list[str]], outcomes: list[Outcome]) -> dict[str, str]:
         assert "Traceback" not in outcome.err, line
         # Sizes are those of a compiled program.
         text = re.sub(r"[\d.]+ ([KM]iB|B)\b( \(\d+%\))?", r"# \1", outcome.err)
-        text = re.sub(r"compiled [\dT:-]+ UTC", "compiled # UTC", text)
         texts[" ".join(line).replace("\n", " ")] = text
     return texts
 

@@ -19,10 +19,10 @@ X = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
 NARROW = ("bf16", "f16>", "f8")
 
 
-def lowered(fn, *args):
+def lowered(fn, *args, precise=False):
     """A step, widened, for one device."""
     step, lowering, *shardings = as_it_is(fn, *args)
-    return widened(step, lowering, *shardings)
+    return widened(step, lowering, *shardings, precise=precise)
 
 
 def as_it_is(fn, *args):
@@ -138,17 +138,12 @@ def test_what_computes_in_float32_is_the_same_program_on_cpus():
     assert not lowered(partial(jnp.dot, precision=algorithm), X, X).unchanged
 
 
-@pytest.mark.parametrize(
-    ("platforms", "products"), [({"cpu"}, 0), ({"cuda"}, 1), ({"cpu", "cuda"}, 1)]
-)
-def test_products_of_float32_are_precise_where_devices_have_several_precisions(
-    platforms, products, monkeypatch
-):
-    monkeypatch.setattr("cfp.program.widen._platforms", lambda shardings: platforms)
-    wide = lowered(jnp.matmul, X, X)
+@pytest.mark.parametrize("precise", [False, True])
+def test_products_of_float32_are_precise_where_devices_have_several_precisions(precise):
+    wide = lowered(jnp.matmul, X, X, precise=precise)
     text = wide.lowering.lowered.as_text()
-    assert text.count("precision = [HIGHEST, HIGHEST]") == products
-    assert wide.unchanged == (not products)
+    assert text.count("precision = [HIGHEST, HIGHEST]") == precise
+    assert wide.unchanged == (not precise)
 
 
 def test_code_from_elsewhere_keeps_its_types():
@@ -211,7 +206,7 @@ def test_what_kernels_read_and_return_is_moved_by_half_a_bit(dtype):
         return made.astype(jnp.float32)
 
     one, lowering, *shardings = as_it_is(step, X)
-    perturbed = widened(one, lowering, *shardings, perturbed=True)
+    perturbed = widened(one, lowering, *shardings, precise=False, perturbed=True)
     assert len(perturbed.narrow) == 1
     moved = np.asarray(run(perturbed, X)) / X - 1
     half = float(jnp.finfo(dtype).eps) / 2
@@ -226,7 +221,7 @@ def test_what_kernels_read_and_return_is_moved_by_half_a_bit(dtype):
 def perturbed(fn, *args):
     """Results of a step with kernels, with what these read and return moved."""
     one, lowering, *shardings = as_it_is(fn, *args)
-    return run(widened(one, lowering, *shardings, perturbed=True), *args)
+    return run(widened(one, lowering, *shardings, precise=False, perturbed=True), *args)
 
 
 def test_a_kernel_may_read_an_argument_and_return_several_types():
@@ -301,7 +296,9 @@ def test_a_kernel_may_return_a_tuple(reads):
         return made[0] * 2, made[1]
 
     one, lowering, *shardings = as_it_is(step, X)
-    wide = widened(one, with_tuples(lowering), *shardings, perturbed=True)
+    wide = widened(
+        one, with_tuples(lowering), *shardings, precise=False, perturbed=True
+    )
     assert "tuple<" in wide.lowering.text
     [name] = wide.narrow
     assert name.startswith("stablehlo.custom_call")

@@ -94,6 +94,41 @@ def test_which_settings_count(name, value, matters):
     assert trace_context_key(None) == before
 
 
+@jax.tree_util.register_static
+class ByIdentity:
+    def __init__(self, factor):
+        self.factor = factor
+
+
+@jax.tree_util.register_static
+class ByValue(ByIdentity):
+    def __eq__(self, other):
+        return isinstance(other, ByValue) and other.factor == self.factor
+
+    def __hash__(self):
+        return hash(self.factor)
+
+
+@pytest.mark.filterwarnings("ignore:.* is planned again:UserWarning")
+@pytest.mark.parametrize("kind", [ByIdentity, ByValue])
+def test_a_static_node_counts_as_under_jit(kind, how):
+    """A change in place is not seen; an object that differs by == is another step."""
+
+    def results(wrap):
+        run, one = wrap(lambda one, x: x * one.factor), kind(2.0)
+        found = [run(one, X)]
+        one.factor = 3.0
+        return [*found, run(one, X), run(kind(4.0), X)]
+
+    def planned(step):
+        return cfp.plan(step, kind(2.0), X, **how).apply(step)
+
+    wanted = results(jax.jit)
+    np.testing.assert_array_equal(wanted, [2 * X, 2 * X, 4 * X])
+    for wrap in (planned, lambda step: cfp.parallelize(step, **how)):
+        np.testing.assert_array_equal(results(wrap), wanted)
+
+
 @pytest.mark.filterwarnings("ignore:.* is planned again:UserWarning")
 def test_nothing_in_place_of_an_array_is_another_step(how):
     run = cfp.parallelize(lambda x, y=None: x if y is None else x + y, **how)

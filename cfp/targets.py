@@ -341,7 +341,8 @@ def _made_args(
     """Puts arrays on devices, and draws numbers for shapes; see `Target.make_args`."""
     flat = flatten_step(step, args, static_argnums=static)
     leaves, places = flat.flatten(args, {}), tree_leaves(together(list(shardings)))
-    drawn = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)}
+    shapes = (i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct))
+    drawn = {i: flat.avals[i] for i in shapes}
     # Integers with dims may be indices of rows.
     integers = {i for i, x in drawn.items() if jnp.issubdtype(x.dtype, jnp.integer)}
     picking = {i for i in integers if drawn[i].shape}

@@ -55,7 +55,7 @@ from cfp.search.guided import Candidate, Estimate
 from cfp.settings import ESTIMATES_SHARE, HOST_BYTES_PER_MS, Dimension, defaults_of
 from cfp.view.console import shown
 from cfp.view.evidence import with_figures
-from cfp.view.words import RESERVE_BYTES, SAME_MS
+from cfp.view.words import DEVICE_BYTES, RESERVE_BYTES, SAME_MS
 
 now = time.monotonic
 _PLANNED = 2
@@ -104,6 +104,8 @@ def complete_plan(
     search = {**made.search}
     if reserve:
         search[RESERVE_BYTES] = float(reserve)
+    if isinstance(context.mesh, DescribedMesh):
+        search[DEVICE_BYTES] = float(context.mesh.cluster.kind.memory_bytes)
     if moved := [argument for argument, _ in made.in_host]:
         kept, both_ways = host_bytes(lay_out(analysis.frame, winner.choice), moved)
         search |= {"host_bytes": kept, "host_ms": both_ways / HOST_BYTES_PER_MS}

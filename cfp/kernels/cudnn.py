@@ -81,8 +81,10 @@ def whole(
     JAX refuses gradients for odd numbers of tokens, so zeros fill these up.
     """
     queries, keys = q.shape[1], k.shape[1]
-    if keys % 2 and not (mask.causal and queries <= keys):
-        mask = replace(mask, keys=mask.keys or keys)  # Hides the added key.
+    is_shown = keys % 2 and not (mask.causal and queries <= keys)
+    if is_shown or (mask.left is not None and queries > keys):
+        # It hides the added key. Windows over more queries than keys need lengths, too.
+        mask = replace(mask, keys=mask.keys or keys)
     wide, long = queries + queries % 2, keys + keys % 2
     q, k, v = padded(q, {1: wide}), padded(k, {1: long}), padded(v, {1: long})
     if bias is not None:
@@ -141,11 +143,9 @@ def _find(name: str, q: Array, k: Array, v: Array, scores: Scores, mask: Mask) -
 
 def _bind(equation: Any, given: dict[int, Array]) -> Any:
     """Runs an equation's primitive on {index: operand}; others must have size 0."""
-    operands = []
-    for place, variable in enumerate(equation.invars):
-        if place in given:
-            operands.append(given[place])
-        else:
-            assert variable.aval.size == 0, "an operand that is not used is empty"
-            operands.append(jnp.zeros(variable.aval.shape, variable.aval.dtype))
-    return equation.primitive.bind(*operands, **equation.params)
+    unread = {i: v.aval for i, v in enumerate(equation.invars) if i not in given}
+    assert not any(one.size for one in unread.values()), "unused operands are empty"
+    every = given | {i: jnp.zeros(one.shape, one.dtype) for i, one in unread.items()}
+    return equation.primitive.bind(
+        *(every[i] for i in sorted(every)), **equation.params
+    )

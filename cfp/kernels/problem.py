@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from math import prod, sqrt
-from operator import contains
+from operator import and_, contains
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -110,9 +111,7 @@ def visible(mask: Mask, queries: int, keys: int) -> Array | None:
     if mask.by_position:
         query = positions_of(mask.query_positions, queries)[:, None]
         key = positions_of(mask.key_positions, keys)[None, :]
-        for one in bounds(mask, query, key):
-            allowed = one if allowed is None else allowed & one
-        assert allowed is not None, "a mask by position has a bound"
+        allowed = reduce(and_, bounds(mask, query, key))
         allowed = jnp.broadcast_to(allowed, (queries, keys))[None, None]
     if mask.query_segments is not None and mask.key_segments is not None:
         same = mask.query_segments[:, :, None] == mask.key_segments[:, None, :]
@@ -141,16 +140,12 @@ def may_meet(mask: Mask, query: Array, key: Array) -> Array:
 
 def bounds(mask: Mask, query: Any, key: Any) -> list[Any]:
     """Conditions on positions as boolean arrays; `query` and `key` broadcast."""
-    found = []
-    if mask.causal:
-        found.append(key <= query)
-    if mask.left is not None:
-        found.append(key >= query - mask.left)
-    if mask.right is not None:
-        found.append(key <= query + mask.right)
-    if mask.keys is not None:
-        found.append(key < mask.keys)
-    return found
+    return [
+        *([key <= query] if mask.causal else []),
+        *([] if mask.left is None else [key >= query - mask.left]),
+        *([] if mask.right is None else [key <= query + mask.right]),
+        *([] if mask.keys is None else [key < mask.keys]),
+    ]
 
 
 Window = int | tuple[int | None, int | None] | None
@@ -416,20 +411,16 @@ class AttentionStrategy:
         for roles, name in ((_SPREAD, "ring or gathering"), ((ULYSSES,), "Ulysses")):
             if len(self.axes(*roles)) > 1:
                 return f"{len(self.axes(*roles))} axes are for {name}, and one may be"
-        if problem.batch % self.parts(BATCH):
-            return (
-                f"{problem.batch} sequences do not divide into {self.parts(BATCH)} "
-                "parts"
-            )
+        batch, parts = problem.batch, self.parts(BATCH)
+        if batch % parts:
+            return f"{batch} sequences do not divide into {parts} parts"
         if self.token_axes and problem.causal and problem.queries != problem.keys:
             return "a causal mask over sharded tokens needs as many queries as keys"
         if self.spread is None:
             return None
+        columns = "a bias or dense mask has a column for each key"
         if problem.bias:
-            return (
-                "a bias or dense mask has a column for each key, so keys cannot be "
-                "sharded"
-            )
+            return f"{columns}, so keys cannot be sharded"
         return self._refused_by(kernel, problem)
 
     def _refused_by(self, kernel: Kernel, problem: AttentionProblem) -> str | None:

@@ -598,12 +598,13 @@ def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
             f"Argument {name!r} is a jax.Ref. Pass the array in it (ref[...]), make "
             "the Ref inside the step, and return its last value (jax.freeze)."
         )
-    if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array):
-        weak = getattr(leaf, "weak_type", False)
+    weak = getattr(leaf, "weak_type", False)
+    if isinstance(leaf, jax.Array):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
-    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in _NO_NUMBERS:
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+    is_typed = isinstance(leaf, np.ndarray | np.generic | jax.ShapeDtypeStruct)
+    if is_typed and getattr(leaf.dtype, "kind", "V") not in _NO_NUMBERS:
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=weak)
     if isinstance(leaf, bool | int | float | complex):
         dtype = jax.dtypes.canonicalize_dtype(jax.dtypes.result_type(leaf))
         # Bools are not weakly typed.

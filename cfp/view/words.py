@@ -37,8 +37,10 @@ NONE_CAN = "no kernel that may be used can compute it"
 # of the verifying devices.
 VERIFIED, WAS_DESCRIBED = "verified", "was_described"
 OTHER_DEVICES = "other_devices"
-# Entries of `Plan.search`: bytes reserved for the allocator; pins by the first plan.
-RESERVE_BYTES, PINNED_BY_FIRST = "reserve_bytes", "pinned_by_first"
+# Entries of `Plan.search`: bytes reserved for the allocator; of a described device, all;
+# pins by the first plan.
+RESERVE_BYTES, DEVICE_BYTES = "reserve_bytes", "device_bytes"
+PINNED_BY_FIRST = "pinned_by_first"
 
 
 def storage_text(plan: Plan, index: int) -> str:
@@ -283,6 +285,8 @@ def budget_text(plan: Plan) -> str:
     budget = plan.figures and plan.figures.budget_bytes
     kind = kind_of(plan.environment.get("device_kind", ""))
     whole, reserve = kind.memory_bytes if kind else 0, plan.search.get(RESERVE_BYTES, 0)
+    if is_described := "described" in plan.environment:
+        whole = int(plan.search.get(DEVICE_BYTES, whole))
     if budget is None or not (reserve or budget <= whole):
         return ""
     of = f"the {format_bytes(whole)} of " if budget <= whole else ""
@@ -290,7 +294,7 @@ def budget_text(plan: Plan) -> str:
     if reserve:
         asked, kept = map(format_bytes, (budget + reserve, reserve))
         return f"{text}: the budget of {asked} less {kept} that the allocator may add"
-    is_usual = "described" in plan.environment and budget == int(TAKEN_SHARE * whole)
+    is_usual = is_described and budget == int(TAKEN_SHARE * whole)
     share = ", JAX's default share (XLA_PYTHON_CLIENT_MEM_FRACTION)"
     return text + share * is_usual
 

@@ -249,6 +249,16 @@ def test_a_budget_holds_by_estimate(folder):
         )
 
 
+def test_a_budget_is_said_of_the_memory_in_a_file(folder, tmp_path):
+    """And not of the memory of the shipped kind that the file begins from."""
+    file = tmp_path / "own.toml"
+    file.write_text('kind = "h200"\nmemory_gib = 4\ndevices_per_host = 4\n')
+    where = {"mesh": cfp.described(str(file)), "cache_dir": folder}
+    found = repr(cfp.plan(step, *arguments(), preset="data_parallel", **where))
+    said = "a plan may use 3.00 GiB of the 4.00 GiB of each device, JAX's default share"
+    assert said in " ".join(found.split())
+
+
 def test_a_preset_that_does_not_fit_says_so_first(folder):
     how = {"mesh": cfp.described("4xh200"), "cache_dir": folder}
     made = cfp.plan(step, *arguments(), preset="data_parallel", **how)

@@ -5,6 +5,7 @@ import pytest
 
 from cfp.errors import CfpError
 from cfp.models import find
+from cfp.program.step import flatten_step
 from cfp.targets import parse_options, resolve
 
 GPT_OPTIONS = find("gpt").options
@@ -138,6 +139,27 @@ def test_integers_that_pick_rows_are_drawn_from_all_of_them():
     assert np.imag(np.asarray(batch["phase"])).any()
     assert batch["keys"].dtype == jax.random.key(0).dtype
     assert batch["count"] == 1  # A random count may be a schedule's end.
+
+
+def counted():
+    def step(x, count):
+        return x * count, count + 1
+
+    shape = jax.ShapeDtypeStruct
+    return step, (shape((8, 8), "float64"), shape((), "int64"))
+
+
+@pytest.mark.filterwarnings("error")
+def test_shapes_of_64_bits_are_of_32_without_x64():
+    """As `jax.jit` reads them; a plan would refuse the drawn numbers otherwise."""
+    target = resolve("cfp_test.cli.test_targets:counted")
+    planned = flatten_step(target.step, target.args).avals
+    assert [str(one.dtype) for one in planned] == ["float32", "int32"]
+    made = target.make_args([single(arg) for arg in target.args], 0)
+    assert [one.dtype for one in made] == [one.dtype for one in planned]
+    with jax.enable_x64(True):
+        wide = flatten_step(target.step, target.args).avals
+    assert [str(one.dtype) for one in wide] == ["float64", "int64"]
 
 
 def test_concrete_and_static_arguments_stay_what_they_are():

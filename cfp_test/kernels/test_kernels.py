@@ -375,6 +375,18 @@ def test_cudnn_computes_odd_numbers_of_tokens(monkeypatch, queries, keys, how, l
         assert distance(one, other) < 2e-2
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(9, 8), (8, 7), (8, 6), (8, 8), (7, 8)])
+def test_cudnn_has_lengths_for_windows_over_more_queries_than_keys(
+    cudnn_on_cpu, queries, keys
+):
+    """cuDNN computes no such window without: "only supported with s_q <= s_kv"."""
+    q, k = (jnp.ones((2, n, 2, 8), jnp.bfloat16) for n in (queries, keys))
+    attend = partial(cfp.attention, implementation="cudnn", causal=True, window=(3, 0))
+    text = str(jax.make_jaxpr(attend)(q, k, k))
+    assert "sliding_window_length=4" in text
+    assert ("PADDING_CAUSAL" in text) == (queries > keys)
+
+
 def test_a_jax_that_names_cudnn_otherwise_is_said_so(cudnn_on_cpu):
     q, k, v, _ = inputs((2, 2), 8, "bfloat16")
     with pytest.raises(cfp.CfpError, match="Sharded keys cannot use cuDNN"):

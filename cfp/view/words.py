@@ -37,7 +37,7 @@ NONE_CAN = "no kernel that may be used can compute it"
 # of the verifying devices.
 VERIFIED, WAS_DESCRIBED = "verified", "was_described"
 OTHER_DEVICES = "other_devices"
-# Entries of `Plan.search`: bytes reserved for the allocator; of a described device, all;
+# Entries of `Plan.search`: bytes of the allocator's reserve, and of a described device;
 # pins by the first plan.
 RESERVE_BYTES, DEVICE_BYTES = "reserve_bytes", "device_bytes"
 PINNED_BY_FIRST = "pinned_by_first"

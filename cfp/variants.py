@@ -262,9 +262,8 @@ class _Planning:
                     taken=name == best,
                 )
                 rows.append(row)
-            figures = replace(
-                plan.figures, variants=tuple(rows), variants_raced=bool(raced)
-            )
+            how = {"variants": tuple(rows), "variants_raced": bool(raced)}
+            figures = replace(plan.figures, **how)
             search = {**plan.search, VARIANTS_SECONDS: now() - self.began}
             plan = replace(plan, figures=figures, search=search)
         return Fastest(name=best, plan=plan)
@@ -291,6 +290,7 @@ class _Planning:
                 best = next(other for other in order if other.found)
                 more_ms = one.estimate.time_ms - best.estimate.time_ms
                 how = "as fast as" if abs(more_ms) < SAME_MS else "behind"
+                how = how if more_ms > -SAME_MS else "too large, unlike"
                 one.note = f"{how} {best.variant.name} by estimate"
             elif one is not order[0] and not self.left():
                 one.note = UNPLANNED

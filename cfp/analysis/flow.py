@@ -315,7 +315,7 @@ def weight_place(flow: Flow, op: Op, parameters: Set[int]) -> int:
 
 
 def origin_of(flow: Flow, value: int) -> int:
-    """Returns the value before views, slices, casts, scaling, and ops that `passes`."""
+    """Returns the value before views, slices, casts, scaling, loops and branches."""
     while True:
         if sources := flow.sources(value):
             value = sources[0]

@@ -305,7 +305,7 @@ def file_text(plan: Any, here: Collection[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a dataclass or mapping to a dict, for `json.dumps`; not recursive."""
+    """Converts a dataclass (`Constraints`: grouped) or mapping to a dict; one level."""
     match value:
         case Constraints():
             return constraints_to_json(value)

@@ -198,7 +198,7 @@ class Rates:
         return flops / (rate * next(faster, 1.0))
 
     def memory_ms(self, size: float) -> float:
-        """Computes the time, ms, of `size` bytes on one device: reads plus writes."""
+        """Computes the time, ms, of reads plus writes of `size` bytes in all."""
         return size / self.memory_bytes_per_ms
 
 

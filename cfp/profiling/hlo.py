@@ -125,7 +125,7 @@ def called_by(one: Instruction, *by: str) -> Iterator[str]:
 
 
 def _runs(module: Module) -> Counter[str]:
-    """Counts the runs of each computation in one run of the module."""
+    """Counts each computation's runs in one of the module; as in `collectives_in`."""
     found: Counter[str] = Counter()
     waiting = [(module.entry, 1)]
     while waiting:

@@ -374,7 +374,7 @@ def execute_here(
     feedback: Sequence[tuple[int, int]],
     time_all: Callable[[Run], Sequence[float]],
 ) -> ProfileRecord:
-    """Returns the record of `time_all`'s samples (ms) in this process, or a failure."""
+    """Records `time_all`'s samples (ms) in this process, or a failure, as `execute`."""
     started = time.perf_counter()
     loop = _Loop(built.compiled, feedback, mesh.devices.flat[0].platform == "cpu")
     try:

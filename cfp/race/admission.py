@@ -234,8 +234,8 @@ class _Admission:
     def select(self) -> list[_Ways]:
         """Selects candidates, with variants, to compile next; empty ends compiling.
 
-        First the plan and remembered candidates, in spite of refusals. Then candidates
-        within reach, the best preset first. Without a race: the one predicted fastest.
+        In order: the plan and remembered candidates, the best preset, and others within
+        reach, as many as limits leave. Without a race: the fastest, until one fits.
         """
         reach, however_slow = self.reach, self.however_slow
         self.queue.sort(key=lambda ways: expected_ms(ways[0]))

@@ -240,8 +240,8 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (words.budget_text, "{}"),
     (
         words.beyond_text,
-        f"compiled programs need up to {COMPILED_AT_MOST} times this memory, here "
-        "{}: if devices have less, plan with a smaller --memory-budget "
+        f"a compiled program may need up to {COMPILED_AT_MOST} times this memory, "
+        "here {}: if devices have less, plan with a smaller --memory-budget "
         "(memory_budget=), or run cfp verify there",
     ),
     (_pinned, "pinned in all candidates, {}: {}"),

@@ -300,8 +300,8 @@ def test_the_best_two_by_estimates_are_planned(
     done = [name for name, note in notes(found).items() if not note]
     assert sorted(name[0] for name in done) == sorted(planned)
     assert estimates_of(found) == [9.0, 5.0, 6.0]
-    first = "line" if "l" in planned else "flat"
-    assert {*notes(found).values()} - {""} == {f"behind {first} by estimate"}
+    how = "too large, unlike line" if "l" in planned else "behind flat"
+    assert {*notes(found).values()} - {""} == {f"{how} by estimate"}
     # The plan says what it was chosen among, and its file does.
     [taken] = [one for one in found.plan.figures.variants if one.taken]
     assert taken.name == found.name

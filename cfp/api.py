@@ -72,7 +72,7 @@ def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
     if analyzed.step.inner_jit_donates:
         warn(
             "The jax.jit around the step donates arguments, and cfp does not. Give cfp "
-            "donate_argnums or donate_argnames, too."
+            "donate_argnums or donate_argnames (--donate), too."
         )
     analysis = analyzed.analysis
     with unchecked(), options.context(analyzed.mesh) as context:

@@ -640,10 +640,8 @@ def checked_shardings(
             f"The step has {len(results)} results, and the planned step had "
             f"{len(output_specs)}. Pass the planned step, or plan again."
         )
-    for kind, avals, specs in (
-        ("argument", step.avals, arg_specs),
-        ("result", results, output_specs),
-    ):
+    every = ("argument", step.avals, arg_specs), ("result", results, output_specs)
+    for kind, avals, specs in every:
         for i, (aval, spec) in enumerate(zip(avals, specs, strict=True)):
             # Inside of a program, random keys have dims that JAX does not show.
             is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)

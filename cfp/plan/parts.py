@@ -535,9 +535,9 @@ def places_like(result: Any, names: Sequence[str], types: Sequence[str]) -> list
         if leaves and len(roots) == len(leaves):
             return [i for root in roots for _, i in found[root]]
     raise PlanMismatch(
-        f"The initialisation's result, {leaves_text(result)}, has the structure of no "
-        "argument of the plan. Return one of the step's arguments, or a tuple of "
-        f"several: {', '.join(arguments)}."
+        f"The initialisation's result, {leaves_text(result)}, matches no argument of "
+        "the plan in paths, shapes and types. Return one of the step's arguments, or a "
+        f"tuple of several: {', '.join(arguments)}."
     )
 
 

@@ -88,8 +88,8 @@ _ORDERED = (
     "shards only unordered effects."
 )
 OTHER_DEVICES = (
-    "A mesh in the step's code (with_sharding_constraint, shard_map) has other devices "
-    "than the plan's mesh. Plan for the mesh in the code."
+    "jax.set_mesh, or a mesh in the step's code (with_sharding_constraint, shard_map), "
+    "has other devices than the plan's mesh. Plan and run on one mesh."
 )
 _INSPECTED = (
     "The step calls jax.debug.inspect_array_sharding, but no sharding is chosen while "

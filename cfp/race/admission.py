@@ -533,5 +533,5 @@ def _advice(analysis: Analysis, choice: Choice, large: set[str]) -> str:
         advice += f". Rematerialized: {len(choice.remat)} of {able} possible segments"
         advice += "; more of them are not known to help" * (len(choice.remat) < able)
         if not any("rematted_computation" in op.scope for op in frame.program.ops):
-            advice += "; jax.checkpoint in the model (cfp's: --remat) keeps less"
+            advice += "; jax.checkpoint in the model (--remat of cfp's) keeps less"
     return advice

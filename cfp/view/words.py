@@ -281,16 +281,17 @@ def unsearched_text(plan: Plan) -> str:
 
 
 def budget_text(plan: Plan) -> str:
-    """Describes a budget with a reserve, or within a known device's memory; else ""."""
+    """Describes a budget with a reserve, or of a device of known memory; else ""."""
     budget = plan.figures and plan.figures.budget_bytes
     kind = kind_of(plan.environment.get("device_kind", ""))
     whole, reserve = kind.memory_bytes if kind else 0, plan.search.get(RESERVE_BYTES, 0)
     if is_described := "described" in plan.environment:
         whole = int(plan.search.get(DEVICE_BYTES, whole))
-    if budget is None or not (reserve or budget <= whole):
+    if budget is None or not (reserve or whole):
         return ""
-    of = f"the {format_bytes(whole)} of " if budget <= whole else ""
-    text = f"a plan may use {format_bytes(budget)} of {of}each device"
+    how = ", more than" if budget > whole else " of"
+    of = f"{how} the {format_bytes(whole)} of" if whole else " of"
+    text = f"a plan may use {format_bytes(budget)}{of} each device"
     if reserve:
         asked, kept = map(format_bytes, (budget + reserve, reserve))
         return f"{text}: the budget of {asked} less {kept} that the allocator may add"

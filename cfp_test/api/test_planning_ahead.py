@@ -257,6 +257,10 @@ def test_a_budget_is_said_of_the_memory_in_a_file(folder, tmp_path):
     found = repr(cfp.plan(step, *arguments(), preset="data_parallel", **where))
     said = "a plan may use 3.00 GiB of the 4.00 GiB of each device, JAX's default share"
     assert said in " ".join(found.split())
+    how = {"preset": "data_parallel", "memory_budget": "9GiB", **where}
+    found = repr(cfp.plan(step, *arguments(), **how))
+    said = "a plan may use 8.88 GiB, more than the 4.00 GiB of each device: the budget"
+    assert said in " ".join(found.split())
 
 
 def test_a_preset_that_does_not_fit_says_so_first(folder):

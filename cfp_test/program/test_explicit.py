@@ -180,6 +180,15 @@ def test_a_step_follows_set_mesh_to_other_devices_of_equal_axes(tmp_path):
     assert (len(anew.plans), len(given.plans)) == (2, 1)
 
 
+def test_set_mesh_of_other_devices_than_the_plans_mesh_is_named(tmp_path):
+    one, other = (jax.make_mesh((2,), ("x",), devices=d) for d in HALVES)
+    how = {"preset": "data_parallel", "cache_dir": tmp_path, "quiet": True}
+    x = np.ones((4, 8), np.float32)
+    plan = cfp.plan(jnp.tanh, x, mesh=one, **how)
+    with jax.set_mesh(other), pytest.raises(cfp.CfpError, match=r"\njax.set_mesh, or"):
+        plan.apply(jnp.tanh)(x)
+
+
 def test_a_loaded_plan_is_used_while_jax_traces(tmp_path):
     """JAX then refuses to name the devices of `jax.set_mesh`."""
     x = np.ones((4, 8), np.float32)

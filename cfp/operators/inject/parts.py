@@ -129,7 +129,7 @@ class _OfHF(Policy):
 
 
 def _heads(part: Any, *arrays: Array) -> list[Array]:
-    """Splits the last dim into [heads, head_dim], by the config's number of heads."""
+    """Splits last dims into [heads, head_dim] by the config's heads; else Refused."""
     for name in ("num_attention_heads", "n_head"):
         if isinstance(heads := getattr(part.config, name, None), int):
             return [x.reshape(*x.shape[:-1], heads, -1) for x in arrays]

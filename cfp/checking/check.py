@@ -153,8 +153,8 @@ class Differences(list[Leaf]):
     """Comparisons of all leaves, the largest distance first; `str` lists the largest.
 
     Attributes:
-        rounded: {path: the reference's distance to the step without `Plan.precision`}
-            of two leaves: the largest of changed state, over its change; and of others.
+        rounded: with `Reference.unrounded`, {path: the references' distance} of two
+            leaves: the largest of changed state, over its change; and of others. Or {}.
     """
 
     def __init__(

@@ -391,7 +391,7 @@ def test_state_is_initialised_in_the_plans_shardings(quick):
     assert jax.tree.map(lambda leaf: leaf.sharding.spec, again) == wanted
     assert_same((batch, again), (make_batch(jax.random.key(3)), state))
     for wrong in (jnp.zeros(3), (state, state), (state, None, 1.0)):
-        with pytest.raises(cfp.PlanMismatch, match="structure of no argument of"):
+        with pytest.raises(cfp.PlanMismatch, match="matches no argument of"):
             plan.init(lambda wrong=wrong: wrong)
 
 

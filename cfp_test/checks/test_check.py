@@ -789,5 +789,5 @@ def test_a_step_whose_code_names_devices_is_checked_on_these(tmp_path):
 
 
 def test_a_step_whose_code_names_other_devices_says_so(tmp_path):
-    with pytest.raises(StepNotTraceable, match="Plan for the mesh in the code"):
+    with pytest.raises(StepNotTraceable, match="Plan and run on one mesh"):
         trial_of(of_named_devices(), "fully_sharded", 2, tmp_path)

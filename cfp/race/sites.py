@@ -50,7 +50,7 @@ class SiteCheck:
     reason: str = ""
 
     def __str__(self) -> str:
-        where = f"{self.name} at {self.source} by {self.kernel}"
+        where = f"{self.name} at {self.source or 'an unknown line'} by {self.kernel}"
         if self.reason:
             return f"{where} was not compared with the step: {self.reason}"
         return f"{where} was refused: it computes something else than the step"

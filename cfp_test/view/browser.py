@@ -46,6 +46,10 @@ addEventListener("load", () => {
     if (r.left < s.left - 0.5 || r.right > s.right + 0.5 || r.bottom > s.bottom + 0.5)
       faults.push("outside of its drawing: " + name(text));
   }
+  for (const cell of document.querySelectorAll("td[data-label]"))
+    if (getComputedStyle(cell).display === "grid" &&
+        getComputedStyle(cell, "::before").whiteSpace === "nowrap")
+      faults.push("a heading cannot wrap: " + name(cell));
   boxes.sort((a, b) => a[0].top - b[0].top);
   for (let i = 0; i < boxes.length; i++)
     for (let j = i + 1; j < boxes.length; j++) {

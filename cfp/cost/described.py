@@ -16,7 +16,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata, resources
@@ -64,7 +64,7 @@ class Cluster:
     """
 
     text: str
-    kind: DeviceKind
+    kind: DeviceKind = field(repr=False)
     hosts: int
     per_host: int
     torus: tuple[int, ...] = ()
@@ -532,14 +532,14 @@ def read(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
     try:
         return DeviceKind.model_validate({"name": name, "device_kind": name, **data})
     except ValidationError as error:
-        first, near = error.errors()[0], ""
+        first = error.errors()[0]
         path = ".".join(map(str, first["loc"]))
         value = "" if first["type"] == "missing" else f" = {first['input']!r}"[:200]
-        said = first["msg"].removeprefix("Value error, ")
+        said = f"{first['msg'].removeprefix('Value error, ')}."
         if first["type"] == "extra_forbidden":
-            near = f"{known_names(path, DeviceKind.model_fields)} "
+            said = f"unknown name. {known_names(path, DeviceKind.model_fields)}"
         raise CfpError(
-            f"{where}: {f'{path}{value}: ' * bool(path)}{said}. {near}A file with "
+            f"{where}: {f'{path}{value}: ' * bool(path)}{said} A file with "
             f'kind = "{_MEASURED_KIND}" needs only the values that differ; see '
             "docs/planning-ahead.md."
         ) from error

@@ -211,7 +211,7 @@ def test_bad_descriptions_name_what_came_and_what_to_give(text, axes, error, nam
         ('kind = "h200"\n[curves]\nall-gather = [[1, 0.0]]\n', ("curves.all-",)),
         ('kind = "h200"\nmemory_gib = true\n', ("memory_gib.value", "True")),
         ("kind = \n", ("TOMLDecodeError",)),
-        ('kind = "h200"\nmemory_gb = 40\n', ("memory_gb", "memory_gib")),
+        ('kind = "h200"\nmemory_gb = 40\n', ("40: unknown name", "memory_gib")),
         ('kind = "h200"\nhosts = 10000000\n', ("hosts", "10000000")),
         ('kind = "h300"\n', ("h300", "h200")),
         ("kind = 200\n", ("kind of device '200'", "h200")),
